@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.apps.head_in_use import HeadInUse
-from edge_client.data.class_prior import Adjuster, Source
+from edge_client.data.class_prior import Adjuster, Reason, Setting, Source
 from edge_client.predict.classifier import open_adjuster, predictions
 from edge_client.predict.head import Head, Result, joined
 from edge_client.runtime.onnx_model import open_model
@@ -49,6 +49,8 @@ class Prediction:
     """The origin of the prior to which the probabilities are adjusted."""
     prior_shares: Mapping[str, float] = field(default_factory=dict)
     """The prior: the share of each class; empty for `none`."""
+    prior_reason: Reason = "as requested"
+    """Why it is the prior."""
     known: bool | None = None
     """False for an image of no known class; None if the head has no threshold of novelty."""
 
@@ -68,7 +70,8 @@ class _Opened:
     provider: str
     identity: Mapping[str, Any]
     """The fields of `Prediction` that name the head."""
-    adjuster: Callable[[Source], Adjuster]
+    adjuster: Callable[[Setting], Adjuster]
+    """Returns the prior of a setting; for `auto` the same one every time."""
 
 
 class Model:
@@ -137,10 +140,10 @@ class Model:
         digests = {"head": metadata.head_sha256, "task": metadata.head.task}
         identity = {"head_version": metadata.head.version, "round": None, **digests}
 
-        def adjuster(prior: Source) -> Adjuster:
-            if prior == "labels":
-                raise ConfigError("the prior `labels` is that of a device: use `Model.installed`")
-            return Adjuster(classes, prior, labels={})
+        auto = Adjuster(classes, "auto", labels={})
+
+        def adjuster(prior: Setting) -> Adjuster:
+            return auto if prior == "auto" else Adjuster(classes, prior, labels={})
 
         model = _Opened(head, run, frozenset(specs.values()), opened.provider, identity, adjuster)
         return cls(lambda: model)
@@ -185,48 +188,53 @@ class Model:
                 frozenset(each.metadata.preprocessing for each in found.backbones),
                 found.backbones[0].model.provider,
                 found.installed.identity,
-                lambda prior: open_adjuster(store, found.head, prior),
+                lambda prior: found.adjuster if prior == "auto" else open_adjuster(store, found.head, prior),
             )
 
         opened()
         return cls(opened)
 
-    def predict(self, image: ImageSource) -> Prediction:
+    def predict(self, image: ImageSource, *, prior: Setting = "auto") -> Prediction:
         """Classify one image: a path, a Pillow image, or an array uint8 (H, W, 3).
+
+        `prior` is as for `predict_all`.
 
         Raises:
             UnreadableImage: it cannot be decoded.
+            ConfigError: there is no such prior, or the device has no labeled images.
         """
-        return next(self.predict_all([image]))
+        return next(self.predict_all([image], prior=prior))
 
     def predict_all(
-        self, images: Iterable[ImageSource], *, prior: Source = "none", batch_size: int = BATCH_SIZE
+        self, images: Iterable[ImageSource], *, prior: Setting = "auto", batch_size: int = BATCH_SIZE
     ) -> Iterator[Prediction]:
         """Yield a prediction for each image, in order; two batches of images are in memory at a time.
 
-        With the prior `images`, probabilities are adjusted to the classes of all these images, once they are read; with
-        `labels`, to those of the device's labeled images.
+        Probabilities are adjusted to the classes of the place: with `labels` to those of the device's labeled images,
+        with `images` to those of all these images, once they are read. `auto` chooses by the last 100 images of the
+        model: the labeled images of an installed model as long as these are likelier, or else as estimated. With
+        `none`, they are the head's.
 
         Raises:
             UnreadableImage: an image cannot be decoded.
             ConfigError: there is no such prior, or the device has no labeled images.
         """
-        if prior not in get_args(Source):
-            raise ConfigError(f"expected the prior none, images or labels, got {prior!r}")
+        if prior not in get_args(Setting):
+            raise ConfigError(f"expected the prior auto, none, images or labels, got {prior!r}")
         model = self._opened()
         adjuster = model.adjuster(prior)
         parts = map(model.run, batches(images, model.specs, batch_size=batch_size))
         for part in [joined(list(parts))] if prior == "images" else parts:
             for each in predictions(model.head, adjuster, part, top=len(model.head.classes)):
                 yield Prediction(
-                    each.label, dict(each.top), **model.identity,
-                    prior=each.prior.source, prior_shares=each.prior.shares, known=each.known,
+                    each.label, dict(each.top), **model.identity, known=each.known,
+                    prior=each.prior.source, prior_shares=each.prior.shares, prior_reason=each.prior.reason,
                 )  # fmt: skip
 
     def probabilities(
         self, images: Iterable[ImageSource], *, batch_size: int = BATCH_SIZE
     ) -> NDArray[np.float32]:
-        """Return class probabilities, float32 (n, C), of n images; each row adds up to 1.
+        """Return class probabilities, float32 (n, C), of n images, without a prior; each row adds up to 1.
 
         Raises:
             ConfigError: there are no images.

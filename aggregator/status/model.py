@@ -83,8 +83,8 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
     with_prior: Annotated[
         float | None,
         Meta(
-            description="As `accuracy`, with the class prior that devices estimate from their held-out images without "
-            "the labels; null if no device reports it, and a device that does not counts without."
+            description="As `accuracy`, with the prior of `edge-client predict --prior auto`; null if no device "
+            "reports it, and a device that does not counts without."
         ),
     ] = None
 

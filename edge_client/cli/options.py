@@ -59,9 +59,10 @@ threads_option = setting(
 
 prior_option = setting(
     "--prior",
-    type=click.Choice(["none", "images", "labels"]),
-    default="none",
-    help="Adjust predictions to the classes of the last 100 images, or of the device's labeled images.",
+    type=click.Choice(["auto", "none", "images", "labels"]),
+    default="auto",
+    help="Multiply probabilities by the classes' shares at this place: of the device's labeled images (`labels`), as "
+    "estimated from the images to predict (`images`), or the labels' as long as these images agree with them (`auto`).",
 )
 
 

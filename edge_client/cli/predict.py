@@ -14,6 +14,7 @@ from edge_client.cli.options import (
     fleet_option,
     loading_modules,
     open_state_to_predict,
+    prior_option,
     provider_option,
     state_option,
     threads_option,
@@ -22,7 +23,7 @@ from protocol.cli import examples, plain, say, setting
 from protocol.errors import ProtofleetError
 
 if TYPE_CHECKING:
-    from edge_client.data.class_prior import Source
+    from edge_client.data.class_prior import Setting
     from edge_client.data.extraction import Refusal
     from edge_client.predict.classifier import Prediction
     from edge_client.runtime.session import Provider
@@ -59,19 +60,14 @@ csv_option = click.option("--csv", "as_csv", is_flag=True, help="Print CSV with 
 @state_option
 @provider_option
 @threads_option
-@setting(
-    "--prior",
-    type=click.Choice(["none", "images", "labels"]),
-    help="Adjust predictions to the classes of IMAGES, or of the device's labeled images  [default: images; none if "
-    "the head is this device's own]",
-)
+@prior_option
 @min_probability_option
 @top_option
 @json_option
 @csv_option
 def predict_command(  # noqa: PLR0913 - every option of the command line
     *, images: tuple[Path, ...], fleet: str, state: Path | None, provider: "Provider", threads: int | None,
-    prior: "Source | None", min_probability: float, top: int, as_json: bool, as_csv: bool,
+    prior: "Setting", min_probability: float, top: int, as_json: bool, as_csv: bool,
 ) -> None:  # fmt: skip
     """Classify IMAGES with the installed head, offline.
 
@@ -100,8 +96,9 @@ def predict_command(  # noqa: PLR0913 - every option of the command line
     )
     for note in classifier.notes:
         say(note, err=True)
-    has_prior = classifier.adjuster.source == "images"
-    at_once = min(AT_ONCE, MAX_VALUES // len(classifier.head.classes)) if has_prior else 1
+    at_once = 1
+    if classifier.adjuster.needs_images:
+        at_once = min(AT_ONCE, MAX_VALUES // len(classifier.head.classes))
     failed, is_shown = 0, at_once > 1 or not sys.stdout.isatty()  # otherwise the results themselves show it
     with closing(Progress("Images")) as progress:
 
@@ -140,18 +137,18 @@ def printer(*, as_json: bool, as_csv: bool) -> Print:
 
 
 class _TextPrinter:
-    """Prints a line per image, and on stderr the prior with its most frequent classes whenever it changes."""
+    """Prints a line per image, and on stderr the prior and its most frequent classes whenever the reason changes."""
 
     def __init__(self) -> None:
-        self._shown = "none"
+        self._shown = ("none", "as requested")
 
     def __call__(self, path: Path, prediction: "Prediction", _head: "InstalledHead") -> None:
         prior = prediction.prior
-        frequent = sorted(prior.shares.items(), key=lambda item: -item[1])[:3]
-        shown = "  ".join([prior.source, *(f"{name} {share:.0%}" for name, share in frequent)])
-        if shown != self._shown and prediction.known is not False:
-            say(f"prior: {shown}", err=True)
-            self._shown = shown
+        if prediction.known is not False and (prior.source, prior.reason) != self._shown:
+            frequent = sorted(prior.shares.items(), key=lambda item: -item[1])[:3]
+            shares = (f"{name} {share:.0%}" for name, share in frequent)
+            say("  ".join([f"prior: {prior.source} ({prior.reason})", *shares]), err=True)
+            self._shown = (prior.source, prior.reason)
         scores = "  ".join(f"{name} {score:.1%}" for name, score in prediction.top)
         is_class = prediction.answer == prediction.label
         say(f"{path}: {scores}" if is_class else f"{path}: {prediction.answer} ({scores})")
@@ -174,9 +171,10 @@ class _CsvPrinter:
         if not self._has_header:
             numbers = range(1, len(prediction.top) + 1)
             pairs = (name for number in numbers for name in (f"label_{number}", f"probability_{number}"))
-            rows.writerow(["image", *pairs, "head_version", "prior", "answer"])
+            rows.writerow(["image", *pairs, "head_version", "prior", "answer", "prior_reason"])
             self._has_header = True
         scores = (value for name, score in prediction.top for value in (plain(name), f"{score:.6f}"))
-        end = (head.version, prediction.prior.source, plain(prediction.answer))
+        prior = prediction.prior
+        end = (head.version, prior.source, plain(prediction.answer), prior.reason)
         rows.writerow([plain(str(path)), *scores, *end])
         sys.stdout.flush()

@@ -26,7 +26,7 @@ from protocol.cli import (
 from protocol.service_manager import stop_on_terminate
 
 if TYPE_CHECKING:
-    from edge_client.data.class_prior import Source
+    from edge_client.data.class_prior import Setting
     from edge_client.runtime.session import Provider
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ _MIB = 1024**2
 )  # fmt: skip
 @verbose_option
 def serve_command(  # noqa: PLR0913 - every option of the command line
-    *, fleet: str, state: Path | None, provider: "Provider", threads: int | None, prior: "Source",
+    *, fleet: str, state: Path | None, provider: "Provider", threads: int | None, prior: "Setting",
     min_probability: float,
     http: str, http_token_file: Path | None, max_image_mb: int, verbose: bool,
 ) -> None:  # fmt: skip

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from edge_client.apps.watch.folder import FolderWatch
     from edge_client.apps.watch.home_assistant import Sensor
     from edge_client.apps.watch.majority import Majority
-    from edge_client.data.class_prior import Source
+    from edge_client.data.class_prior import Setting
     from edge_client.data.extraction import Refusal
     from edge_client.predict.classifier import Classifier, Prediction
     from edge_client.runtime.session import Provider
@@ -102,7 +102,7 @@ MAX_LOAD = 0.1
 @verbose_option
 def watch_command(  # noqa: PLR0913 - every option of the command line
     *, folder: Path, fleet: str, state: Path | None, provider: "Provider", threads: int | None,
-    prior: "Source", min_probability: float, top: int, as_json: bool, as_csv: bool, existing: bool,
+    prior: "Setting", min_probability: float, top: int, as_json: bool, as_csv: bool, existing: bool,
     interval_s: float, changes: bool, frames: int, agree: float, debounce_s: float, publish: str | None,
     sensor: str | None, verbose: bool, **access_given: Any,
 ) -> None:  # fmt: skip

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from edge_client.data.class_prior import NO_PRIOR, Adjuster, Prior, Source
+from edge_client.data.class_prior import UNRECOGNIZED_IMAGE, Adjuster, Prior, Setting
 from edge_client.data.extraction import Refusal, feature_batches, feature_of
 from edge_client.data.images import LabeledImage, unlabeled
 from edge_client.predict.head import Head, Result, joined, open_installed
@@ -182,7 +182,7 @@ def predictions(
         best = tuple((head.classes[label], float(row[label])) for label in labels)
         yield Prediction(
             top=best,
-            prior=prior if is_member else NO_PRIOR,
+            prior=prior if is_member else UNRECOGNIZED_IMAGE,
             known=None if known is None else is_member,
             is_sure=best[0][1] >= min_probability,
         )
@@ -193,7 +193,7 @@ def open_classifier(
     *,
     provider: Provider,
     threads: int | None,
-    prior: Source | None = "none",
+    prior: Setting = "auto",
     images: int = 1,
     min_probability: float = 0.0,
 ) -> Classifier:
@@ -228,13 +228,14 @@ def open_classifier(
     return Classifier(installed, backbones, head, adjuster, min_probability, run_head, run_backbones)
 
 
-def open_adjuster(store: DeviceState, head: Head, source: Source | None) -> Adjuster:
-    """Open a prior for a head; None stands for `images`, and for `none` if the head is personal.
+def open_adjuster(store: DeviceState, head: Head, setting: Setting) -> Adjuster:
+    """Open a prior for a head.
+
+    `auto` does not use labels that differential privacy protects, because answers may leave the device.
 
     Raises:
         ConfigError: the device has no labeled images of the head's classes, for `labels`.
     """
-    labels = {each.name: each.images for each in store.get(SubmissionReport).classes}
-    if source == "labels" and not labels.keys() & set(head.classes):
-        raise ConfigError("no labeled images of the head's classes in a submission: use another --prior")
-    return Adjuster(head.classes, source or ("none" if head.is_personal else "images"), labels=labels)
+    report = store.get(SubmissionReport)
+    labels = {} if report.is_private and setting == "auto" else report.labels
+    return Adjuster(head.classes, setting, labels=labels, is_personal=head.is_personal)

@@ -184,6 +184,11 @@ class SubmissionReport(msgspec.Struct, frozen=True):
     is_private: bool = False
     """True if it was made under differential privacy: the report has exact numbers, for the device's owner only."""
 
+    @property
+    def labels(self) -> dict[str, int]:
+        """The labeled images of each class."""
+        return {each.name: each.images for each in self.classes}
+
 
 class PrivacySpent(msgspec.Struct, frozen=True):
     """Privacy loss of the newest release and of all releases together, at `delta`."""

@@ -2,13 +2,13 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
-from edge_client.data.class_prior import MAX_VALUES, adjusted, estimate
+from edge_client.data.class_prior import MAX_VALUES, adjusted, choose, label_shares
 from edge_client.data.images import find_images
 from edge_client.predict.head import Head
 from edge_client.submission.image_features import Workspace, backbone_digests
@@ -29,9 +29,12 @@ def evaluate_head(
     manifest: TaskManifest,
     version: int,
     members: Sequence[Sequence[str]],
+    labels: Mapping[str, int],
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
     """Count correct and incorrect predictions per class on `members`, the held-out images by class.
+
+    `labels` are the device's labeled images of each class, for the prior.
 
     Raises:
         GraphRefused: the head fails on these images.
@@ -52,7 +55,9 @@ def evaluate_head(
         head_version=version,
         correct=correct,
         incorrect=tuple(incorrect),
-        correct_with_prior=_with_prior(found, totals) if found else UNSET,
+        correct_with_prior=_with_prior(found, totals, label_shares(manifest.classes, labels))
+        if found
+        else UNSET,
         confidence_correct=tuple(bins[0].tolist()) if has_bins else UNSET,
         confidence_images=tuple(bins[1].tolist()) if has_bins else UNSET,
         novelty_images=tuple(bins[2].tolist()) if has_bins and head.has_novelty else UNSET,
@@ -73,12 +78,14 @@ def _confused(answers: Sequence[Counter[int]]) -> tuple[Confused, ...]:
     return tuple(Confused(*pair, images) for pair, images in pairs.most_common(MAX_CONFUSED))
 
 
-def _with_prior(found: Sequence[NDArray[np.float32]], totals: Sequence[int]) -> int:
-    """Return the correct predictions with the prior of these images, by the head's probabilities, class by class."""
-    rows, labels = np.concatenate(found), np.repeat(np.arange(len(totals)), totals)
-    shares = estimate(rows)
+def _with_prior(
+    found: Sequence[NDArray[np.float32]], totals: Sequence[int], labels: NDArray[np.float64] | None
+) -> int:
+    """Return the correct predictions with the prior `auto`, by the head's probabilities, class by class."""
+    rows, truth = np.concatenate(found), np.repeat(np.arange(len(totals)), totals)
+    shares = choose("auto", rows, labels).shares
     best = (rows if shares is None else adjusted(rows, shares)).argmax(axis=1)
-    return int((best == labels).sum())
+    return int((best == truth).sum())
 
 
 def count_answers(

@@ -13,7 +13,7 @@ from edge_client.predict.head import open_installed
 from edge_client.privacy.policy import HEAD_REFUSED
 from edge_client.runtime.backbone import Backbone
 from edge_client.runtime.onnx_model import isolated_models
-from edge_client.storage.stored_values import HeadProblem, Heads, InstalledHead
+from edge_client.storage.stored_values import HeadProblem, Heads, InstalledHead, SubmissionReport
 from edge_client.submission.head_evaluation import (
     balanced,
     correct_answers,
@@ -129,6 +129,7 @@ class HeadInstaller:
                 manifest=install.manifest,
                 version=reference.version,
                 members=candidate.members,
+                labels=self._store.get(SubmissionReport).labels,
                 should_stop=should_stop,
             )
             correct = sum(evaluation.correct)

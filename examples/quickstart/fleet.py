@@ -158,12 +158,13 @@ class Fleet:
 
 
 def predict(folder: Folder, device: str, images: Iterable[Path]) -> list[dict[str, Any]]:
-    """Return what a device's own command line predicts for images, offline: one JSON object each.
+    """Return what a device's own command line predicts for images of any class, offline: one JSON object each.
 
     Raises:
         ProtofleetError: it failed.
     """
-    command = ("edge_client.cli", "predict", "--json", "--top", "1", "--state", folder.state(device))
+    options = ("--json", "--top", "1", "--prior", "none", "--state", folder.state(device))
+    command = ("edge_client.cli", "predict", *options)
     done = subprocess.run(
         [*_python(*command), *map(str, images)], capture_output=True, text=True, check=False
     )

@@ -113,7 +113,8 @@ def show(result: Result, folder: Folder, console: Console) -> None:
     first = result.per_device[0]
     unseen = [path for path in folder.held_out_images() if path.parent.name not in first.classes]
     predict = (
-        f"{_program('edge-client')} predict --state {_short(folder.state(first.device))} {_short(unseen[-1])}"
+        f"{_program('edge-client')} predict --prior none --state {_short(folder.state(first.device))} "
+        f"{_short(unseen[-1])}"
     )
     status = f"{_program('aggregator')} status --state {_short(folder.aggregator)}"
     console.print("", _devices(result), "", _verdict(result), "", sep="\n")

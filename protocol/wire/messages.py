@@ -547,7 +547,7 @@ class Evaluation(Message, frozen=True, kw_only=True, tag="evaluation"):
     problem: Text = ""
     """Why the device does not use the head (`correct` and `incorrect` are then zeros); empty if it does."""
     correct_with_prior: Images | msgspec.UnsetType = msgspec.UNSET
-    """Of all classes, correct with the class prior that the device estimated; absent for a personal model."""
+    """Of all classes, correct with the prior of `edge-client predict --prior auto`; absent for a personal model."""
     confidence_correct: PerBin | msgspec.UnsetType = msgspec.UNSET
     """Correctly classified images in each bin; absent with a program."""
     confidence_images: PerBin | msgspec.UnsetType = msgspec.UNSET

@@ -13,7 +13,7 @@ from PIL import Image
 from edge_client.apps.http.connections import Connections, TokenGuesses
 from edge_client.apps.http.options import ServerOptions
 from edge_client.apps.http.server import RequestHandler
-from edge_client.data.class_prior import NO_PRIOR
+from edge_client.data.class_prior import Prior
 from edge_client.data.decoding import decoded
 from edge_client.predict.classifier import Prediction
 from edge_client.storage.stored_values import InstalledHead
@@ -26,7 +26,7 @@ def _classify(data: bytes, *, top: int) -> Prediction:
     """Decode the image, and return as many classes as there are."""
     with decoded(data) as image:
         assert image.width > 0
-    return Prediction((("cat", 1.0),)[:top], NO_PRIOR)
+    return Prediction((("cat", 1.0),)[:top], Prior())
 
 
 _SERVER = cast(

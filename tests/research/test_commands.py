@@ -23,7 +23,7 @@ from protofleet.simulation.fleet import Features
 from research import published, restoration, statistics
 from research.__main__ import cli
 from research.cells import batches_of_cells
-from research.defaults import default_layers, drift, forecast, novelty
+from research.defaults import default_layers, drift, forecast, novelty, own_classes
 from research.defaults.class_prior import TRAINED_ON
 from research.poisoning.prototypes import METHODS
 from research.poisoning.rare_class import ATTACKS as RARE_CLASSES
@@ -244,6 +244,22 @@ def test_prior(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(place[1] - place[0] for place in uneven) > 0
     assert all(place[3] for place in uneven)
     assert not all(place[3] for place in even)
+
+
+def test_own_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The labels' prior gains on a device's own classes, and is not used on all classes alike."""
+    made = features_of_digits(train=400, test=600)
+    monkeypatch.setattr(own_classes, "load_features", lambda *_args, **_options: made)
+    monkeypatch.setattr(own_classes, "IMAGES", 60)
+    arguments = ["--data", "fashion_mnist", "--partition", "dirichlet:0.1", "--seed", "0"]
+    runs = {each["classes"]: each["devices"] for each in run(tmp_path, "own-classes", *arguments)["runs"]}
+    assert set(runs) == set(own_classes.OWN)
+    gains = {
+        classes: np.mean([device["auto"] - device["no prior"] for device in devices])
+        for classes, devices in runs.items()
+    }
+    assert gains["own"] > 0
+    assert gains["all"] > -0.01
 
 
 def test_confidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,8 @@ def _state(prediction: Prediction) -> dict[str, object]:
         "label": label,
         "probability": round(probability, 4),
         "known": prediction.known,
+        "prior": prediction.prior.source,
+        "prior_reason": prediction.prior.reason,
     }
 
 

@@ -299,8 +299,8 @@ class Fleet:
         return {}
 
     def predict(self, name: str, image: Path) -> dict[str, Any]:
-        """Return what `edge-client predict --json` prints for an image."""
-        options = ["--json", "--state", str(self.device_state(name))]
+        """Return what `edge-client predict --json --prior none` prints for an image: the answer of the head itself."""
+        options = ["--json", "--prior", "none", "--state", str(self.device_state(name))]
         command = [sys.executable, "-m", "edge_client.cli", "predict", str(image), *options]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         return dict(json.loads(done.stdout))

@@ -16,6 +16,7 @@ from edge_client.config import Settings
 from edge_client.service import device
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import (
+    ClassReport,
     CurrentTask,
     DeviceName,
     ExtractionProgress,
@@ -339,7 +340,7 @@ def test_csv_has_a_header_and_a_row_per_image(bench: HeadBench, photos: Path) ->
     assert done.exit_code == 1
     assert "error: photos/broken.png: " in done.stderr
     first, last = csv.DictReader(done.stdout.splitlines())
-    header = "image,label_1,probability_1,label_2,probability_2,head_version,prior,answer"
+    header = "image,label_1,probability_1,label_2,probability_2,head_version,prior,answer,prior_reason"
     assert done.stdout.splitlines()[0] == header
     assert (first["image"], last["image"]) == ("photos/b.png", "photos/10%, of it.png")
     assert ({first["label_1"], first["label_2"]}, first["head_version"]) == ({"cat", "dog"}, "3")
@@ -353,24 +354,26 @@ def _line(done: Result) -> dict[str, Any]:
 
 
 def test_many_alike_images_are_predicted_with_their_prior(bench: HeadBench, photos: Path) -> None:
-    """It is shown with each of them; one image, or `--prior none`, gets the head's own probabilities."""
+    """On a device without labels; one image, or `--prior none`, gets the head's own probabilities."""
     bench.install(bench.head(1, CONSTANT["cat"] / 4))
+    bench.store.set(SubmissionReport())
     for number in range(60):
         image_file(photos / f"{number}.png")
     plain = _line(_predict(bench, "photos", "--json", "--prior", "none"))
     with_prior = _line(_predict(bench, "photos", "--json"))
     best = plain["label"]
     assert (plain["prior"], "prior_shares" in plain) == ("none", False)
-    assert with_prior["prior"] == "images"
+    assert (with_prior["prior"], with_prior["prior_reason"]) == ("images", "uneven classes")
     assert with_prior["prior_shares"][best] > 0.9
     assert with_prior["scores"][best] > plain["scores"][best]
     alone = _line(_predict(bench, "photos/b.png", "--json"))
     assert {name: alone[name] for name in ("prior", "scores")} == {
         name: plain[name] for name in ("prior", "scores")
     }
+    assert alone["prior_reason"] == "no evidence of uneven classes"
     skipped, prior = _predict(bench, "photos").stderr.splitlines()
     assert skipped == "skipped: suffix .txt (1)"
-    assert prior.startswith(f"prior: images  {best} 9")
+    assert prior.startswith(f"prior: images (uneven classes)  {best} 9")
     rows = csv.DictReader(_predict(bench, "photos", "--csv").stdout.splitlines())
     assert {row["prior"] for row in rows} == {"images"}
 
@@ -384,3 +387,35 @@ def test_prior_of_labeled_images(bench: HeadBench, photos: Path) -> None:
     bench.store.set(SubmissionReport())
     done = _predict(bench, "photos/b.png", "--prior", "labels")
     assert "no labeled images" in f"{done.exception} {done.output}"
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "is_private", "prior", "reason"),
+    [
+        (1, "most probable", False, "labels", "fewer than 20 predictions"),
+        (19, "other", False, "labels", "fewer than 20 predictions"),
+        (20, "most probable", False, "labels", "likelier than no prior"),
+        (20, "other", False, "none", "no likelier than no prior"),
+        (1, "most probable", True, "none", "no evidence of uneven classes"),
+    ],
+)
+def test_labels_prior_is_the_default_as_long_as_the_images_agree(
+    bench: HeadBench, photos: Path, *, images: int, labels: str, is_private: bool, prior: str, reason: str
+) -> None:  # fmt: skip
+    """The whole folder counts; labels under differential privacy are used only by `--prior labels`."""
+    bench.install(bench.head(1, CONSTANT["cat"] / 4))
+    (photos / "some").mkdir()
+    for number in range(images):
+        image_file(photos / "some" / f"{number}.png")
+    best, other = _line(_predict(bench, "photos/some", "--json", "--prior", "none"))["scores"]
+    name, rest = (best, other) if labels == "most probable" else (other, best)
+    shares = {name: 0.99, rest: 0.01} if prior == "labels" else None
+    bench.store.set(SubmissionReport((ClassReport(name, 98, 0, (98,)),), is_private=is_private))
+    done = _predict(bench, "photos/some", "--json")
+    for text in done.stdout.splitlines():
+        line = json.loads(text)
+        assert (line["prior"], line["prior_reason"]) == (prior, reason)
+        assert line.get("prior_shares") == shares
+    assert f"prior: {prior} ({reason})" in _predict(bench, "photos/some").stderr
+    asked = _line(_predict(bench, "photos/some", "--json", "--prior", "labels"))
+    assert (asked["prior"], asked["prior_reason"]) == ("labels", "as requested")

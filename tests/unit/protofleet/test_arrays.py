@@ -343,15 +343,23 @@ def test_pipe_is_refused(tmp_path: Path) -> None:
 
 
 def test_prior_of_the_images_that_are_given(tmp_path: Path) -> None:
-    """Each prediction names it; without one, the model's own probabilities stay as they are."""
+    """Each prediction names it; without one, the model's own probabilities stay as they are.
+
+    By default it is that of the images that the model has seen, without those of other calls with another prior.
+    """
     model = Model.load(model_file(tmp_path / "model.onnx"))
     mostly_cats = [np.full((4, 4, 3), value, np.uint8) for value in [(9, 1, 0)] * 30 + [(4, 5, 0)]]
-    plain = list(model.predict_all(mostly_cats))
+    plain = list(model.predict_all(mostly_cats, prior="none"))
     assert (plain[-1].label, plain[-1].prior, plain[-1].prior_shares) == ("dog", "none", {})
     adjusted = list(model.predict_all(mostly_cats, prior="images"))
     assert (adjusted[-1].label, adjusted[-1].prior) == ("cat", "images")
     assert adjusted[0].prior_shares == adjusted[-1].prior_shares
     assert adjusted[0].prior_shares["cat"] > 0.9
+    for image in mostly_cats[:30]:
+        assert model.predict(image, prior="none").prior_reason == "as requested"
+    one_by_one = [model.predict(image) for image in mostly_cats]
+    assert (one_by_one[0].prior, one_by_one[-1].prior) == ("none", "images")
+    assert (one_by_one[-1].label, one_by_one[-1].prior_reason) == ("cat", "uneven classes")
     for prior in ("labels", "image"):
         with pytest.raises(ConfigError, match="prior"):
             next(model.predict_all([IMAGE], prior=prior))  # type: ignore[arg-type]

@@ -74,6 +74,9 @@ def test_fleet_in_one_process(tmp_path: Path, address: BrokerAddress) -> None:
         models = [each.wait_for_head(TIMEOUT_S) for each in (aggregator, first, second)]
         predictions = [model.predict(path) for model in models]
         assert {each.label for each in predictions} == {predictions[0].label}
+        reasons = [(each.prior, each.prior_reason) for each in predictions]
+        assert reasons[1:] == [("labels", "fewer than 20 predictions")] * 2, "of the devices' labeled images"
+        assert reasons[0] == ("none", "no evidence of uneven classes"), "model.onnx has none"
         assert models[0].classes == CLASSES
         assert heads.wait_for("head activated").fields["version"] == 1
         assert installed.wait_for("head in use").fields["head"] == 1

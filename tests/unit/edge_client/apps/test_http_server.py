@@ -22,8 +22,9 @@ from edge_client.apps.http.connections import Connections, TokenGuesses
 from edge_client.apps.http.options import parse_options
 from edge_client.apps.http.server import PredictionServer
 from edge_client.cli import cli
-from edge_client.data.class_prior import Source
+from edge_client.data.class_prior import Setting
 from edge_client.runtime.session import release_memory
+from edge_client.storage.stored_values import ClassReport, SubmissionReport
 from protocol.errors import ConfigError
 from protocol.mqtt.tls import BrokerAddress
 from tests.support.devices.device_bench import CONSTANT, HeadBench
@@ -51,7 +52,9 @@ def start(bench: HeadBench) -> Start:
     """Return a function that serves the device's heads, by default a first one, and yields the port."""
 
     @contextlib.contextmanager
-    def started(token: str | None = None, prior: Source = "none", *, with_head: bool = True) -> Iterator[int]:
+    def started(
+        token: str | None = None, prior: Setting = "none", *, with_head: bool = True
+    ) -> Iterator[int]:
         if with_head:
             bench.install(bench.head(1, CONSTANT["cat"]))
         options = parse_options("127.0.0.1:0", token=token, max_image_bytes=MAX_BYTES)
@@ -112,13 +115,17 @@ def test_newest_head_answers(bench: HeadBench, start: Start) -> None:
 def test_answers_depend_on_earlier_images_only_with_a_prior_that_they_show(
     bench: HeadBench, start: Start
 ) -> None:
-    """Another head begins without any; an image that cannot be read does not count."""
+    """Another head begins without any; an image that cannot be read does not count.
+
+    A device with labels has their prior, until 20 images are not likelier with it.
+    """
     bench.install(bench.head(1, CONSTANT["cat"] / 4))
     with start(with_head=False) as port:
         answers = [_ask(port, "POST", "/predict", PNG)[1] for _ in range(30)]
     assert answers == [answers[0]] * 30
     assert (answers[0]["prior"], "prior_shares" in answers[0]) == ("none", False)
-    with start(prior="images", with_head=False) as port:
+    bench.store.set(SubmissionReport())
+    with start(prior="auto", with_head=False) as port:
         answers = [_ask(port, "POST", "/predict", PNG)[1] for _ in range(30)]
         label, plain = answers[0]["label"], answers[0]["scores"]
         assert (answers[0]["prior"], answers[-1]["prior"]) == ("none", "images")
@@ -127,7 +134,18 @@ def test_answers_depend_on_earlier_images_only_with_a_prior_that_they_show(
         assert all(each["scores"] == plain for each in answers if each["prior"] == "none")
         assert _ask(port, "POST", "/predict", b"no image")[0] == 422
         bench.install(bench.head(2, CONSTANT["dog"] / 4))
-        assert _ask(port, "POST", "/predict", PNG)[1]["prior"] == "none"
+        newer = _ask(port, "POST", "/predict", PNG)[1]
+        assert newer["prior"] == "none"
+    more, less = newer["scores"]
+    for name, last in (
+        (more, ["labels", "likelier than no prior"]),
+        (less, ["none", "no likelier than no prior"]),
+    ):
+        bench.store.set(SubmissionReport((ClassReport(name, 9, 0, (9,)),)))
+        with start(prior="auto", with_head=False) as port:
+            answers = [_ask(port, "POST", "/predict", PNG)[1] for _ in range(20)]
+        reasons = [[each["prior"], each["prior_reason"]] for each in answers]
+        assert reasons == [["labels", "fewer than 20 predictions"]] * 19 + [last]
 
 
 @pytest.mark.parametrize(

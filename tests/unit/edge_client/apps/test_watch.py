@@ -26,7 +26,7 @@ from edge_client.cli import cli
 from edge_client.cli.predict import printer
 from edge_client.cli.watch import changes_only, classify_new, pause_s, published
 from edge_client.data import file_ages
-from edge_client.data.class_prior import NO_PRIOR
+from edge_client.data.class_prior import Prior
 from edge_client.data.extraction import Refusal
 from edge_client.predict.classifier import Prediction
 from edge_client.runtime.backbone import Backbone
@@ -83,7 +83,7 @@ def test_each_change_has_its_majority_and_is_to_another_state(
 def test_changes_are_printed_only(capsys: pytest.CaptureFixture[str]) -> None:
     """An image that cannot be read changes nothing, and is an error."""
     head = InstalledHead(head=b"", version=1, backbones=(), classes=("cat", "dog"))
-    known = Prediction((("cat", 0.55), ("dog", 0.45)), NO_PRIOR, known=True)
+    known = Prediction((("cat", 0.55), ("dog", 0.45)), Prior(), known=True)
     unknown = replace(known, known=False)
     output = changes_only(printer(as_json=True, as_csv=False), Majority(frames=3, agree=0.6, debounce_s=0.0))
     for found in (known, known, Refusal("no image"), known, unknown, known, unknown, unknown):
@@ -223,7 +223,7 @@ def test_half_written_image_is_classified_once_it_is_complete(
 ) -> None:
     """A camera that pauses does not make it broken at once; an image that stays broken is an error."""
     bench.install(bench.head(1, CONSTANT["cat"]))
-    opened = HeadInUse(bench.store, provider="cpu", threads=1).follow()
+    opened = HeadInUse(bench.store, provider="cpu", threads=1, prior="none").follow()
     watch = FolderWatch(folder, existing=False, clock=clock)
     data, new, broken = (folder / "old.png").read_bytes(), folder / "new.png", folder / "broken.png"
 
@@ -307,7 +307,7 @@ CONFIG = f"homeassistant/sensor/{ID}/config"
 
 
 def _prediction(label: str, probability: float = 0.9, **fields: Any) -> Prediction:
-    return Prediction(top=((label, probability),), prior=NO_PRIOR, **fields)
+    return Prediction(top=((label, probability),), prior=Prior(), **fields)
 
 
 def _sensor(address: BrokerAddress, name: str = "front door", folder: Path = FOLDER) -> Any:
@@ -335,7 +335,14 @@ def test_sensor_is_as_home_assistant_documents_it(address: BrokerAddress, broker
             sensor.publish(_prediction("käfer", 0.91234, known=True), CLASSES)
             config = json.loads(_read(address, CONFIG))
             state = json.loads(_read(address, config["state_topic"]))
-            assert state == {"answer": "käfer", "label": "käfer", "probability": 0.9123, "known": True}
+            prior = {"prior": "none", "prior_reason": "as requested"}
+            assert state == {
+                "answer": "käfer",
+                "label": "käfer",
+                "probability": 0.9123,
+                "known": True,
+                **prior,
+            }
             assert _read(address, config["availability_topic"]) == "online"
             assert config["json_attributes_topic"] == config["state_topic"]
             assert config["value_template"] == "{{ value_json.answer }}"

@@ -11,11 +11,24 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from scipy import stats
 
-from edge_client.data.class_prior import Adjuster, Prior, adjusted, chi_squared_limit, estimate, smoothed
+from edge_client.data.class_prior import (
+    FEWEST,
+    WINDOW,
+    Adjuster,
+    Choice,
+    Prior,
+    adjusted,
+    chi_squared_limit,
+    choose,
+    estimate,
+    label_shares,
+    log_gain,
+    smoothed,
+)
 from edge_client.data.outlier_filter import closest_features
 from edge_client.data.prototype_averaging import average, class_means
 from edge_client.data.statistics import group_rows, to_rows
-from protocol.errors import GraphRefused, ProtofleetError
+from protocol.errors import ConfigError, GraphRefused, ProtofleetError
 from protofleet.prototypes import average_class
 
 Features = NDArray[np.float32]
@@ -276,6 +289,126 @@ def test_labels_give_smoothed_shares() -> None:
     """Of the head's classes; a class without images has the least share."""
     adjuster = Adjuster(("cat", "dog", "owl"), "labels", labels={"cat": 6, "owl": 1, "elk": 9})
     _, prior = adjuster.adjust(np.full((1, 3), 1 / 3, np.float32))
-    assert prior == Prior("labels", {"cat": 0.7, "dog": 0.1, "owl": 0.2})
-    assert prior.fields(["owl"]) == {"prior": "labels", "prior_shares": {"owl": 0.2}}
+    assert prior == Prior("labels", "as requested", {"cat": 0.7, "dog": 0.1, "owl": 0.2})
+    assert prior.fields(["owl"]) == {
+        "prior": "labels",
+        "prior_reason": "as requested",
+        "prior_shares": {"owl": 0.2},
+    }
     assert smoothed(np.zeros(4)).tolist() == [0.25] * 4
+
+
+COUNTS = st.lists(st.integers(0, 500), min_size=2, max_size=6).filter(any)
+"""A device's labeled images of each class."""
+
+
+def _place(seed: int, counts: list[int], images: int, *, own: float) -> NDArray[np.float32]:
+    """Return probabilities of images; a share of `own` is drawn by the device's classes, the rest of all alike."""
+    shares = own * np.array(counts) / sum(counts) + (1 - own) / len(counts)
+    rng = np.random.default_rng(seed)
+    truth = np.eye(len(counts))[rng.choice(len(counts), images, p=shares)]
+    rows = rng.dirichlet(np.ones(len(counts)), images) + rng.uniform(0, 3, (images, 1)) * truth
+    probabilities: NDArray[np.float32] = (rows / rows.sum(axis=1, keepdims=True)).astype(np.float32)
+    return probabilities
+
+
+def _labels(counts: list[int]) -> NDArray[np.float64]:
+    shares = label_shares([str(n) for n in range(len(counts))], {str(n): c for n, c in enumerate(counts)})
+    assert shares is not None
+    return shares
+
+
+@given(SEEDS, COUNTS, st.integers(FEWEST, 150), st.floats(0, 1))
+def test_labels_prior_is_used_as_long_as_it_makes_the_images_likelier(
+    seed: int, counts: list[int], images: int, own: float
+) -> None:
+    """By the definition: sum log(p . labels) > sum log(p . uniform); the order of images and of classes is free."""
+    rows, labels = _place(seed, counts, images, own=own), _labels(counts)
+    uniform = np.full(len(counts), 1 / len(counts))
+    gain = float((np.log(rows.astype(float) @ labels) - np.log(rows.astype(float) @ uniform)).sum())
+    found = choose("auto", rows, labels)
+    assert log_gain(rows, labels) == pytest.approx(gain, abs=1e-4)
+    if abs(gain) > 1e-3:
+        expected = ("labels", "likelier than no prior") if gain > 0 else ("none", "no likelier than no prior")
+        assert (found.source, found.reason) == expected
+        rng = np.random.default_rng(seed)
+        order = rng.permutation(len(counts))
+        turned = choose("auto", rng.permutation(rows)[:, order], labels[order])
+        assert turned[:2] == found[:2]
+    assert (found.shares is labels) == (found.source == "labels")
+
+
+@given(SEEDS, COUNTS, st.integers(1, 60), st.floats(0, 1))
+def test_classes_that_the_head_does_not_know_decide_nothing(
+    seed: int, counts: list[int], images: int, own: float
+) -> None:
+    """Otherwise each label of a class that the head knows would speak for the device's labels."""
+    rows = _place(seed, counts, images, own=own)
+    wider = np.insert(rows, 1, 0, axis=1)
+    narrow = _labels(counts)
+    assert log_gain(wider, np.insert(narrow, 1, 0.2) / 1.2) == pytest.approx(log_gain(rows, narrow), abs=1e-6)
+
+
+@given(SEEDS, COUNTS, st.integers(0, FEWEST - 1))
+def test_labels_prior_without_a_comparison_for_few_images(seed: int, counts: list[int], images: int) -> None:
+    labels = _labels(counts)
+    found = choose("auto", _place(seed, counts, images, own=0), labels)
+    assert found == Choice("labels", "fewer than 20 predictions", labels)
+
+
+@given(SEEDS, COUNTS, st.integers(0, 150), st.floats(0, 1))
+def test_without_labels_the_prior_is_estimated(seed: int, counts: list[int], images: int, own: float) -> None:
+    """As with `images`, whatever the labels; equal labels never count as likelier."""
+    rows = _place(seed, counts, images, own=own)
+    estimated = estimate(rows)
+    for found in (choose("auto", rows, None), choose("images", rows, _labels(counts))):
+        assert found.source == ("none" if estimated is None else "images")
+        assert (found.shares is None) == (estimated is None)
+        assert estimated is None or np.array_equal(estimated, found.shares)  # type: ignore[arg-type]
+    assert log_gain(rows, np.full(len(counts), 1 / len(counts))) == pytest.approx(0, abs=1e-9)
+
+
+@given(SEEDS, COUNTS)
+def test_requested_priors_and_personal_heads_are_not_compared(seed: int, counts: list[int]) -> None:
+    rows, labels = _place(seed, counts, 40, own=0), _labels(counts)
+    assert choose("labels", rows, labels, is_personal=True) == Choice("labels", "as requested", labels)
+    assert choose("none", rows, labels) == Choice("none", "as requested")
+    assert choose("auto", rows, labels, is_personal=True) == Choice("none", "personal head")
+
+
+@given(SEEDS, st.integers(0, 150), st.integers(1, 150))
+def test_window_forgets_all_but_the_newest_images(seed: int, before: int, images: int) -> None:
+    """Any images before the last WINDOW change nothing, in whatever parts they came; those of one call all count."""
+    counts = [300, 3, 0, 1]
+    names = [str(number) for number in range(len(counts))]
+    labels = dict(zip(names, counts, strict=True))
+    earlier, rows = _place(seed, counts, before, own=0), _place(seed + 1, counts, images, own=1)
+    adjuster = Adjuster(names, "auto", labels=labels)
+    adjuster.adjust(earlier)
+    found, prior = adjuster.adjust(rows)
+    seen = np.concatenate([earlier, rows])[-max(WINDOW, images) :]
+    expected = choose("auto", seen, _labels(counts))
+    assert (prior.source, prior.reason) == expected[:2]
+    np.testing.assert_array_equal(found, rows if expected.shares is None else adjusted(rows, expected.shares))
+
+
+def test_prior_follows_a_change_of_the_classes_and_back() -> None:
+    """A device of cats sees 100 cats, 100 images of every class, and 100 cats, one by one."""
+    counts = [300, 0, 0, 0]
+    names = [str(number) for number in range(len(counts))]
+    adjuster = Adjuster(names, "auto", labels=dict(zip(names, counts, strict=True)))
+    parts = [_place(seed, counts, WINDOW, own=own) for seed, own in enumerate((1, 0, 1))]
+    used = [[adjuster.adjust(row[None])[1].reason for row in part] for part in parts]
+    assert used[0] == ["fewer than 20 predictions"] * (FEWEST - 1) + ["likelier than no prior"] * (
+        WINDOW - FEWEST + 1
+    )
+    assert [each[-1] for each in used[1:]] == ["no likelier than no prior", "likelier than no prior"]
+
+
+def test_labels_of_other_classes_are_none() -> None:
+    assert label_shares(("cat", "dog"), {"elk": 9}) is None
+    assert Adjuster(("cat", "dog"), "auto", labels={"elk": 9}).adjust(np.ones((1, 2), np.float32))[
+        1
+    ] == Prior("none", "no evidence of uneven classes")
+    with pytest.raises(ConfigError, match="no labeled images of the head's classes"):
+        Adjuster(("cat", "dog"), "labels", labels={"elk": 9})

@@ -230,27 +230,33 @@ def _chunks(identities: Sequence[str], *_backbones: str) -> Iterator[NDArray[np.
 
 
 @pytest.mark.parametrize(
-    ("cats", "dogs", "is_personal", "correct", "with_prior"),
+    ("cats", "dogs", "labels", "is_personal", "correct", "with_prior"),
     [
-        ([LIKELY] * 30 + [LEANING] * 2, [], False, (30, 0), 32),
-        ([LIKELY] * 30, [LEANING], False, (30, 1), 30),
-        ([LIKELY, LEANING], ["0.1"], False, (1, 1), 2),
-        ([LIKELY] * 30 + [LEANING] * 2, [], True, (30, 0), UNSET),
-        ([], [], False, (0, 0), UNSET),
+        ([LIKELY] * 30 + [LEANING] * 2, [], {}, False, (30, 0), 32),
+        ([LIKELY] * 30, [LEANING], {}, False, (30, 1), 30),
+        ([LIKELY, LEANING], ["0.1"], {}, False, (1, 1), 2),
+        ([LIKELY, LEANING], ["0.1"], {"cat": 30}, False, (1, 1), 2),
+        ([LIKELY] * 30 + [LEANING] * 2, [], {"cat": 30}, False, (30, 0), 32),
+        ([LIKELY] * 30 + [LEANING] * 2, [], {"dog": 30}, False, (30, 0), 30),
+        ([LIKELY] * 30 + [LEANING] * 2, [], {"cat": 30}, True, (30, 0), UNSET),
+        ([], [], {}, False, (0, 0), UNSET),
     ],
 )
 def test_prior_of_held_out_images(
     cats: list[str],
     dogs: list[str],
+    labels: dict[str, int],
     *,
     is_personal: bool,
     correct: tuple[int, int],
     with_prior: int | UnsetType,
 ) -> None:
-    """Its labels are not used; a personal model, or no image, has none."""
+    """The one of `--prior auto`, by the device's labels or estimated; a personal model, or no image, has none."""
     arguments: dict[str, Any] = {"task": bytes(32), "manifest": make_manifest(), "version": 1}
     workspace, head = SimpleNamespace(cache=SimpleNamespace(chunks=_chunks)), _Head(is_personal)
-    found = evaluate_head(cast("Any", workspace), cast("Any", head), **arguments, members=[cats, dogs])
+    found = evaluate_head(
+        cast("Any", workspace), cast("Any", head), **arguments, members=[cats, dogs], labels=labels
+    )
     assert (found.correct, found.correct_with_prior) == (correct, with_prior)
     wrong = [len(cats) - correct[0], len(dogs) - correct[1]]
     assert set(found.confused or ()) == {
@@ -276,6 +282,7 @@ def test_predictions_are_counted_by_confidence() -> None:
             **arguments,
             manifest=manifest,
             members=members,
+            labels={},
         )
         bins = (found.confidence_correct, found.confidence_images, found.novelty_images)
         return [
