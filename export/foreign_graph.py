@@ -22,7 +22,7 @@ from protocol.storage.blobstore import file_digest
 from protocol.wire.messages import MAX_BLOB_BYTES
 
 PREFIX = "network."
-"""Of the file's names, which may be those of a backbone's input and output."""
+"""Begins each name of the file, which may equal the name of a backbone's input or output."""
 
 CHANNELS = 3
 

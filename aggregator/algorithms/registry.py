@@ -1,4 +1,4 @@
-"""The algorithms by name: those of this package, and those that other distributions bring by an entry point.
+"""The algorithms by name: this package's, and the ones that other distributions bring by an entry point.
 
 A distribution names the class of its algorithm in the group `protofleet.algorithms`. It is imported when a task, a job
 or a simulation uses it, and never otherwise.

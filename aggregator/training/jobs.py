@@ -148,7 +148,7 @@ class HeadJob(CollectionJob, frozen=True, kw_only=True, tag="head"):
 
     algorithm: str = FedTC.name
     settings: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Those of the algorithm."""
+    """The algorithm's settings by name."""
     training: Training
     widths: tuple[int, ...] = ()
     """The number of values of each backbone in a prototype."""
@@ -216,7 +216,7 @@ class RoundJob(SubmissionsJob, frozen=True, kw_only=True, tag="round"):
 
     algorithm: str
     settings: dict[str, Any]
-    """Those of the algorithm."""
+    """The algorithm's settings by name."""
     robust: Robust
     tensors: str
     """Hex digest of the round's tensors, a blob."""
@@ -265,7 +265,7 @@ class CompileJob(Job, frozen=True, kw_only=True, tag="compile"):
 
     algorithm: str
     settings: dict[str, Any]
-    """Those of the algorithm."""
+    """The algorithm's settings by name."""
     feature_size: int
     num_classes: int
     seed: int
