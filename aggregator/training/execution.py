@@ -1,8 +1,8 @@
 """The seam of all jobs: `execute` runs a job of any kind in a workspace.
 
 Every engine is a module with this function. `python -m aggregator.training.execution FOLDER BLOBS ENGINE` runs the job
-in FOLDER/job.json: its progress goes to stdout, and `result.json` is written last. Whoever started the process cancels
-the job, or ends it at its time limit, with a signal: only that stops native code.
+in FOLDER/job.json: its progress goes to stdout, and `result.json` is written last. The aggregator cancels the job,
+or ends it at its time limit, with a signal: only that stops native code.
 """
 
 import contextlib

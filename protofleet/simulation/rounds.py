@@ -150,7 +150,7 @@ def _put(blobs: BlobStore, data: bytes, name: str) -> BlobRef:
 
 @dataclass(frozen=True, kw_only=True)
 class _Round:
-    """What all clients of a round share."""
+    """A round's task, manifests and files, the same for all clients."""
 
     task: bytes
     manifest: TaskManifest
