@@ -16,6 +16,11 @@ from protocol.wire.messages import BlobRef, Evaluation
 CALIBRATED_FROM = "calibrated_from"
 """The metric of a calibrated head that names the version whose weights it has."""
 
+ADAPTER_MISSING = "adapter_missing"
+"""The metric, 1, of a head in closed form for which an adapter would have been trained with PyTorch."""
+
+NO_PYTORCH = "PyTorch is not installed: pip install 'protofleet[train]'"
+
 
 @dataclass(frozen=True)
 class HeadRecord:

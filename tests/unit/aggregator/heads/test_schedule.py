@@ -228,6 +228,22 @@ def test_head_is_not_stored_once_a_member_is_forgotten(training: Schedule, task:
     assert store.heads.all() == []
 
 
+def test_adapter_that_needs_pytorch_is_logged(
+    training: Schedule, task: Task, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    _take(training, "ab")
+    job, members = training._job, training.state.training
+    assert isinstance(job, RoundJob)
+    assert members is not None
+    training.stop()
+    for name in ("head.onnx", "tensors.bin"):
+        (folder_of(store, job) / name).write_bytes(b"made of a and b")
+    figures = {"adapter_missing": 1.0}
+    store_head(task, store, job, Result(metrics=figures), members)
+    expected = "the adapter was not tried head=1 reason=\"PyTorch is not installed: pip install 'protofleet[train]'\""
+    assert expected in caplog.text
+
+
 def test_damaged_submission_is_moved_apart_and_requested(events: Events, task: Task, store: Store) -> None:
     """The head is made of the others, if they are enough; the device's upload is accepted again, and counts."""
     alone = structs.replace(task.file, rounds=structs.replace(task.file.rounds, min_devices=1))

@@ -386,6 +386,17 @@ def test_outliers_that_are_not_quarantined(started: Store) -> None:
     assert "outliers of head 2: 2 of [9] devices are far from the others" in rendered(status)
 
 
+def test_head_without_the_adapter(started: Store) -> None:
+    """The newest head's, with what to install."""
+    add_head(started, 1)
+    head = started.heads.all()[0]
+    started.heads.add(dataclasses.replace(head, version=2, metrics={"adapter_missing": 1.0}))
+    missing = "adapter not tried for head 2: PyTorch is not installed: pip install 'protofleet[train]'"
+    assert missing in rendered(collected(started))
+    started.heads.add(dataclasses.replace(head, version=3))
+    assert "adapter not tried" not in rendered(collected(started))
+
+
 def test_quarantined_and_released_devices(busy: Store) -> None:
     for device in "ab":
         busy.quarantine.add(TASK, device, reason="far [off]", now_s=100.0)
