@@ -13,6 +13,7 @@ import pytest
 from msgspec import structs
 
 from aggregator.config.task_file import load_task
+from aggregator.config.training_packages import INSTALL
 from aggregator.coordination import round_state
 from aggregator.heads import schedule
 from aggregator.heads.next_head import folder_of, store_head
@@ -240,7 +241,7 @@ def test_adapter_that_needs_pytorch_is_logged(
         (folder_of(store, job) / name).write_bytes(b"made of a and b")
     figures = {"adapter_missing": 1.0}
     store_head(task, store, job, Result(metrics=figures), members)
-    expected = "the adapter was not tried head=1 reason=\"PyTorch is not installed: pip install 'protofleet[train]'\""
+    expected = f'the adapter was not tried head=1 reason="PyTorch is not installed: {INSTALL}"'
     assert expected in caplog.text
 
 
