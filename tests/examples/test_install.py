@@ -143,7 +143,12 @@ def test_readme_states_what_is_installed() -> None:
 def test_demo_needs_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither build is looked for, and pip compiles nothing: Python does, what it imports."""
     commands: list[tuple[str, ...]] = []
-    monkeypatch.setattr(install, "_pip", lambda *arguments: commands.append(arguments) or True)
+
+    def pip(*arguments: str) -> bool:
+        commands.append(arguments)
+        return True
+
+    monkeypatch.setattr(install, "_pip", pip)
     monkeypatch.setattr(install, "_newest_cpu_build", lambda *_: pytest.fail("looked for a build"))
     assert install.pip_install(DEMO, install.choose_build(DEMO))
     ((*options, extras),) = commands
