@@ -66,6 +66,8 @@ class FedTC(OneShot, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """FedTC: a linear head, or the paper's adapter and head, by cross-validation over prototypes."""
 
     name: ClassVar[str] = "fedtc"
+    unused = OneShot.unused - {("client", "prototypes")}
+    blocks: ClassVar[bool] = True
 
     def train(
         self,

@@ -32,6 +32,7 @@ from protocol.wire.codec import decode, encode, message_kind, to_array, to_tenso
 from protocol.wire.messages import (
     BlobRef,
     BlobRequest,
+    Block,
     Confused,
     DifferentialPrivacy,
     Evaluation,
@@ -82,7 +83,7 @@ def refused(envelope: Any, message_type: type[Message | Frame]) -> str:
 
 def test_every_wire_type_has_a_sample() -> None:
     inner = {BlobRef, HeadRef, KeyCertificate, Program, Statistics, Perturbation, DifferentialPrivacy}
-    inner |= {Confused, Privacy, Tensor, SealedMask, SecondOperator, MaskedSubmission}
+    inner |= {Block, Confused, Privacy, Tensor, SealedMask, SecondOperator, MaskedSubmission}
     assert {type(sample) for sample in SAMPLES} | inner == set(WIRE_TYPES)
 
 
