@@ -75,6 +75,14 @@ class Prototypes:
     block: PrincipalPrototypes | None = None
     """Of images that are in no other prototype; then m may be 0."""
 
+    @property
+    def every(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The class and the images of each mean, also of those of a block."""
+        if self.block is None:
+            return self.labels, self.counts
+        labels, counts = (self.labels, self.block.labels), (self.counts, self.block.counts)
+        return np.concatenate(labels), np.concatenate(counts)
+
 
 def read_message(payload: bytes) -> Submission | Evaluation:
     """Decode a device's submission or evaluation; raises Refused if it is malformed or of another version."""
