@@ -19,6 +19,9 @@ FIRST_IMAGES = 200
 VALUES_PER_ROW = 6
 """Values of a feature for each row, at least."""
 
+MOST_IMAGES = 1000
+"""Images of a block, about: of more, several blocks are made."""
+
 ROUNDS = 40
 """Times that deviations are shortened, at most."""
 
