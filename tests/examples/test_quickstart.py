@@ -330,7 +330,9 @@ def test_output_agrees_with_json(demo: tuple[Path, str, dict[str, Any]]) -> None
     first, head = result["per_device"][0], (result["fleet"], result["alone"])
     assert all(f"{share:.1%}" in printed for accuracy in head for share in accuracy.values())
     assert f"knows ten: {first['fleet']['all']:.1%} ({first['alone']['all']:.1%} alone)." in printed
-    assert f"own two digits it has {first['fleet']['own']:.1%} ({first['alone']['own']:.1%} alone)." in printed
+    assert (
+        f"own two digits it has {first['fleet']['own']:.1%} ({first['alone']['own']:.1%} alone)." in printed
+    )
     assert (out / "aggregator" / "head.onnx").samefile(result["head"])
     assert str(out / "aggregator" / "model.onnx") in printed
     assert Path(result["model"]).is_file()
