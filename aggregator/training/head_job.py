@@ -48,7 +48,10 @@ def run(job: HeadJob, workspace: Workspace) -> Result:
 
     def check(submission: Submission) -> Prototypes:
         part = check_submission(submission, expectation)
-        return dataclasses.replace(part, values=arrays.keep(part.values))
+        block = part.block
+        if block is not None:
+            block = dataclasses.replace(block, means=arrays.keep(block.means), rows=arrays.keep(block.rows))
+        return dataclasses.replace(part, values=arrays.keep(part.values), block=block)
 
     parts, invalid = checked_parts(job.submissions(workspace.blobs), check)
     data, judgment, counting = judged_set(
@@ -57,6 +60,7 @@ def run(job: HeadJob, workspace: Workspace) -> Result:
         widths=job.widths,
         robust=job.robust,
         released=job.released,
+        version=job.version,
         arrays=arrays,
     )
     workspace.report({"prototypes": len(data.labels)})

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT, OneShot, Training
+from aggregator.algorithms.fedtc.block_head import block_head, sums_of
 from aggregator.algorithms.fedtc.discriminant import discriminants
 from aggregator.algorithms.fedtc.head import Dense, calibrate, cross_entropy, logits_of
 from aggregator.algorithms.fedtc.recipe import Recipe, recipe_of
@@ -66,9 +67,11 @@ class _Candidate:
 
 
 class FedTC(OneShot, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """FedTC: a linear head, or the paper's adapter and head, by cross-validation over prototypes."""
+    """FedTC: a linear head, or of batches alone the paper's adapter and head, by cross-validation over prototypes."""
 
     name: ClassVar[str] = "fedtc"
+    unused = OneShot.unused - {("client", "prototypes")}
+    blocks: ClassVar[bool] = True
 
     def train(
         self,
@@ -91,6 +94,8 @@ def train_head(
     report: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> TrainedHead:
     """Make a head from the pooled prototypes (FedTC eq. 5).
+
+    Where a device has principal prototypes, the head is that of `block_head`.
 
     By the default recipe, cross-validation over prototypes chooses between linear discriminants and ridge regressions,
     regularized more or less, and the paper's adapter and head, whose loss must be lower by more than its standard
@@ -121,12 +126,15 @@ def train_head(
     if several := len(data.widths) > 1:
         factors = data.factors()
         data = data.times(factors)
-    if recipe.closed_form:
+    if data.scatter is not None:
+        layer, temperature = block_head(sums_of(data, data.scatter), data.common_classes)
+        chosen = _Candidate((layer,), temperature=temperature)
+    elif recipe.closed_form:
         chosen = _choose(data, adapter if recipe.adapter else None, seed)
     else:
         chosen = _Candidate(*adapter(data))
     layers = _divided(chosen, data.samples > 0)
-    logits = logits_of(layers, data.features)
+    logits = logits_of(layers, data.features if data.scatter is None else data.values)
     return TrainedHead(
         layers=(layers[0].after(factors), *layers[1:]) if several else layers,
         loss=float(cross_entropy(logits, data.labels).mean()) if math.isnan(chosen.loss) else chosen.loss,
