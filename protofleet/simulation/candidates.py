@@ -26,6 +26,7 @@ class Candidate:
         parts: numbers of the backbones, each with the names of its blocks; none if it has one feature.
         columns: of these features among those of all backbones, (L,).
         widths: number of values of each backbone.
+        layers: number of values of each layer.
         normalized: True if the backbones have normalized them.
     """
 
@@ -33,12 +34,15 @@ class Candidate:
     parts: tuple[tuple[int, tuple[str, ...]], ...]
     columns: NDArray[np.int64]
     widths: tuple[int, ...]
+    layers: tuple[int, ...]
     normalized: bool
 
     def of(self, data: Dataset) -> Dataset:
         """Return a dataset of these features alone."""
         columns = data.features[:, self.columns]
-        return replace(data, features=columns, widths=self.widths, normalized=self.normalized)
+        return replace(
+            data, features=columns, widths=self.widths, layers=self.layers, normalized=self.normalized
+        )
 
 
 def list_candidates(
@@ -112,8 +116,16 @@ def _candidate(
         parts=parts,
         columns=np.concatenate(columns),
         widths=tuple(map(len, columns)),
+        layers=tuple(width for number, blocks in parts for width in _widths(backbones[number], blocks)),
         normalized=all(blocks for _, blocks in parts),
     )
+
+
+def _widths(backbone: BackboneMetadata, names: Sequence[str]) -> Iterator[int]:
+    """Yield the number of values of each of a backbone's blocks with these names, or of its one feature."""
+    if not names:
+        yield backbone.feature_size
+    yield from (block.width for block in backbone.blocks or () if block.name in names)
 
 
 def _columns(backbones: Sequence[BackboneMetadata], number: int, names: Sequence[str]) -> Iterator[int]:
