@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from protocol.cli import run
 from research import cells, families, hierarchical, published, restoration, statistics
 from research.defaults import (
+    block_edits,
     blocks,
     class_prior,
     confidence,
@@ -28,19 +29,8 @@ MODULES = (
     *(false_alarms, prototypes, rare_class, rounds, poisoned_statistics, directions, measurement, noisy_sums),
     sum_costs,
     *(fedpcl, fpl, published, statistics, step, tuning, flower_tuning, wire_rivals),
-    *(
-        blocks,
-        class_prior,
-        own_classes,
-        confidence,
-        default_layers,
-        drift,
-        forecast,
-        novelty,
-        cells,
-        hierarchical,
-    ),
-    *(restoration, families),
+    *(class_prior, own_classes, confidence, default_layers, drift, forecast, novelty, cells, hierarchical),
+    *(restoration, families, blocks, block_edits),
 )
 
 
