@@ -1,6 +1,7 @@
 """Prototypes of features, as a device makes them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,12 @@ from numpy.typing import NDArray
 from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.training_set import pool
 from edge_client.data.outlier_filter import closest_features
+from edge_client.data.principal_prototypes import coefficients, principal_prototypes
 from edge_client.data.prototype_averaging import average
 from protocol.errors import ConfigError
+from protocol.statistics.principal_prototypes import MAX_VALUES, MIN_BLOCK_IMAGES, MIN_GROUP_IMAGES
 
-__all__ = ["Prototypes", "average_class", "batch_prototypes", "check_rows"]
+__all__ = ["Prototypes", "average_class", "batch_prototypes", "check_rows", "device_prototypes"]
 
 
 def batch_prototypes(
@@ -58,6 +61,58 @@ def batch_prototypes(
     return pool(made)
 
 
+def device_prototypes(
+    features: NDArray[np.float32],
+    labels: NDArray[np.integer],
+    *,
+    batch_size: int = 5,
+    alpha: float = 0.99,
+    min_images: int = 2,
+    widths: Sequence[int] = (),
+    seed: int | Sequence[int] = 0,
+) -> Prototypes:
+    """Return what a device uploads of its images by default: principal prototypes, where there are enough images.
+
+    Classes with a group of at least 5, `batch_size` and `min_images` images are in a block if that has at least 50
+    images. The others are in batches, as `batch_prototypes` makes them.
+
+    Args:
+        features: float32 (n, L), of `extract_features`.
+        labels: integers (n,), the class of each.
+        batch_size: images in a prototype, B; no image has more than a B-th of what is uploaded.
+        alpha: as for `batch_prototypes`.
+        min_images: as for `batch_prototypes`.
+        widths: the number of values of each layer; empty for one.
+        seed: of the batches.
+
+    Returns:
+        As `batch_prototypes`, and `block`: the principal prototypes.
+
+    Raises:
+        ConfigError: as `batch_prototypes`.
+    """
+    features, labels = np.asarray(features), np.asarray(labels)
+    options = {"alpha": alpha, "min_images": min_images, "seed": seed}
+    size = max(MIN_GROUP_IMAGES, batch_size, min_images)
+    check_rows(features, labels)
+    rng = np.random.default_rng(seed)
+    rows, groups = [], []
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
+        kept, numbers = _dealt(features[members], batch=size, rng=rng, alpha=alpha, min_images=size)
+        rows.append(members[kept])
+        groups.append(numbers + sum(int(each.max(initial=-1)) + 1 for each in groups))
+    mine, group = np.concatenate(rows), np.concatenate(groups)
+    if len(mine) < MIN_BLOCK_IMAGES or features.shape[1] > MAX_VALUES:
+        return batch_prototypes(features, labels, batch_size=batch_size, **options)
+    found = coefficients(features[mine], labels[mine], group, batch_size=size, widths=widths)
+    if found is None:
+        return batch_prototypes(features, labels, batch_size=batch_size, **options)
+    rest = ~np.isin(labels, labels[mine])
+    others = batch_prototypes(features[rest], labels[rest], batch_size=batch_size, **options)
+    return replace(others, block=principal_prototypes(features[mine], labels[mine], found))
+
+
 def check_rows(rows: NDArray[Any], numbers: NDArray[Any], *, name: str = "label", least: int = 0) -> None:
     """Raise ConfigError unless rows (n, L) are finite, and have one integer each, (n,), from `least`."""
     is_integer = not numbers.size or numbers.dtype.kind in "iu"
@@ -86,9 +141,16 @@ def average_class(
     Laws: the counts add up to the images kept, and the count-weighted mean of the prototypes is the mean of the kept
     features. The remainder of the batches joins the last one; fewer than `min_images` give no prototype.
     """
+    kept, numbers = _dealt(features, batch=batch, rng=rng, alpha=alpha, min_images=min_images)
+    return average(lambda: [features[kept]], numbers)
+
+
+def _dealt(
+    features: NDArray[np.float32], *, batch: int, rng: np.random.Generator, alpha: float, min_images: int
+) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return the features (n, L) that are kept, by their numbers, and the batch of each."""
     kept = np.flatnonzero(closest_features(lambda: [features], alpha=alpha))
     batches = max(len(kept) // batch, int(len(kept) >= min(min_images, batch)))
     kept = kept if batches else kept[:0]
     numbers = np.minimum(np.arange(len(kept)) // batch, batches - 1)
-    in_order = np.argsort(rng.permutation(len(kept)))
-    return average(lambda: [features[kept]], numbers[in_order])
+    return kept, numbers[np.argsort(rng.permutation(len(kept)))]

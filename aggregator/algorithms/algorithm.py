@@ -109,6 +109,7 @@ class RoundAlgorithm(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields
     unused: ClassVar[frozenset[tuple[str, ...]]] = frozenset(
         {
             *(("retrain_after",), ("layers",), ("client", "alpha"), ("client", "batch_size")),
+            ("client", "prototypes"),
             *(("limits", "heads_per_hour"), ("robust", "detect_outliers"), ("robust", "false_alarm_rate")),
             *(
                 ("training", name)
@@ -223,7 +224,11 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
 class OneShot(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A one-shot algorithm. Its head is made of prototypes, or of sums if it has a map of features."""
 
-    unused: ClassVar[frozenset[tuple[str, ...]]] = frozenset({("rounds",), ("robust", "clip_multiple")})
+    unused: ClassVar[frozenset[tuple[str, ...]]] = frozenset(
+        {("rounds",), ("robust", "clip_multiple"), ("client", "prototypes")}
+    )
+    blocks: ClassVar[bool] = False
+    """It uses principal prototypes. Devices upload those of batches alone to an algorithm that does not."""
 
     def feature_map(
         self, feature_size: int, *, seed: int, columns: tuple[tuple[int, int], ...], normalized: bool

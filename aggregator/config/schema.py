@@ -39,6 +39,13 @@ class Client(msgspec.Struct, frozen=True, kw_only=True):
     """
     min_images: Annotated[int, Meta(ge=1, le=65535)] = 2
     """A class with fewer images is not uploaded. With 1, the feature of a single image may leave the device."""
+    prototypes: Literal["auto", "batches"] = "auto"
+    """"batches" uploads nothing but means of `batch_size` images, as FedTC does.
+
+    By default, a device with 50 new images or more uploads principal prototypes of them: the mean of each class, and
+    the strongest directions of the scatter within classes. They are more accurate for fewer bytes, and no image has
+    more than a `batch_size`-th of any combination of what is uploaded.
+    """
     seed: Natural = 0
     """Seed of every shuffle on devices."""
 
@@ -155,7 +162,7 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The blocks of the backbones whose features are used; default: all."""
     continues: Annotated[str, Meta(pattern=r"^[0-9a-f]{8,64}\Z")] | None = None
     """An earlier task of this fleet, by its `task` in `aggregator status --json`, to which this one adds classes at the
-    end. Its submissions stay valid."""
+    end, or whose algorithm it changes from `fedtc` to `fedncm` or back. Its submissions stay valid."""
     fleet: Name = "default"
     """Name of the fleet. Fleets of other names can share the broker. A new name needs a new `--state`."""
     algorithm: str = "fedtc"

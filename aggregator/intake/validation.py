@@ -10,6 +10,12 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from protocol.errors import MalformedMessage, ProtofleetError, VersionMismatch
+from protocol.statistics.principal_prototypes import (
+    IMAGES_PER_ROW,
+    MIN_BLOCK_IMAGES,
+    MIN_GROUP_IMAGES,
+    PrincipalPrototypes,
+)
 from protocol.statistics.second_moment import MAX_VALUE, triangle_size
 from protocol.wire.codec import decode, message_kind, to_array
 from protocol.wire.messages import (
@@ -21,10 +27,14 @@ from protocol.wire.messages import (
     TaskManifest,
     Tensor,
 )
-from protocol.wire.quantization import RANGE, dequantize
+from protocol.wire.quantization import RANGE, dequantize, dequantized_block
 
 FLOAT16_SLACK = 1.01
 """Factor by which rounding to float16 may lengthen a prototype."""
+
+
+MAX_DEVIATION = float(np.finfo(np.float16).max)
+"""Distance of an image's value from the mean of its class, at most: prototypes are in float16."""
 
 
 class Refused(ProtofleetError):
@@ -66,6 +76,16 @@ class Prototypes:
     """Images averaged in each prototype."""
     tensors: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     """The program's uploaded tensors by name."""
+    block: PrincipalPrototypes | None = None
+    """Of images that are in no other prototype; then m may be 0."""
+
+    @property
+    def every(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The class and the images of each mean, also of those of a block."""
+        if self.block is None:
+            return self.labels, self.counts
+        labels, counts = (self.labels, self.block.labels), (self.counts, self.block.counts)
+        return np.concatenate(labels), np.concatenate(counts)
 
 
 def read_message(payload: bytes) -> Submission | Evaluation:
@@ -93,8 +113,10 @@ def check_submission(submission: Submission, expectation: Expectation) -> Protot
     _check_envelope(submission, expectation)
     prototypes, labels, counts = _check_prototypes(submission, expectation)
     tensors = _check_tensors(submission.tensors, expectation)
+    block = None
     if expectation.manifest.program is None:
-        values = dequantize(prototypes, tensors.pop(RANGE))
+        limits = tensors.pop(RANGE)
+        values, block = dequantize(prototypes, limits), _check_block(submission, limits, expectation)
     else:
         values = prototypes.astype(np.float32)
     return Prototypes(
@@ -102,14 +124,53 @@ def check_submission(submission: Submission, expectation: Expectation) -> Protot
         labels.astype(np.int64),
         counts.astype(np.int64),
         tensors={name: values.astype(np.float32) for name, values in tensors.items()},
+        block=block,
     )
+
+
+def _check_block(
+    submission: Submission, limits: NDArray[np.float16], expectation: Expectation
+) -> PrincipalPrototypes | None:
+    """Return a submission's principal prototypes, if it has any."""
+    encoded, manifest = submission.block, expectation.manifest
+    if encoded is UNSET:
+        return None
+    if manifest.prototypes is UNSET:
+        raise Refused("malformed", "the task takes prototypes of batches alone, got a block")
+    least = max(MIN_GROUP_IMAGES, manifest.min_images, manifest.batch_size)
+    try:
+        block = dequantized_block(encoded, limits, classes=len(manifest.classes), least=least)
+    except MalformedMessage as error:
+        raise Refused("malformed", str(error)) from error
+    images = block.images
+    if images < MIN_BLOCK_IMAGES or IMAGES_PER_ROW * len(block.rows) > images:
+        raise Refused(
+            "malformed",
+            f"expected at least {MIN_BLOCK_IMAGES} images in a block and {IMAGES_PER_ROW} for each of its rows, "
+            f"got {images} and {len(block.rows)} rows",
+        )
+    averaged = images + int(to_array(submission.counts).sum(dtype=np.int64))
+    if averaged > submission.images:
+        raise Refused("implausible", f"{averaged} images in prototypes of {submission.images} that were read")
+    if int(block.counts.max()) > MAX_IMAGES:
+        raise Refused("malformed", f"expected at most {MAX_IMAGES} images in a mean of a block")
+    squares = (block.rows.astype(np.float64) ** 2).sum(axis=0) + block.diagonal
+    if not np.isfinite(squares).all():
+        raise Refused("not_finite", "a row or the diagonal of a block is not finite")
+    if squares.max() > images * MAX_DEVIATION**2:
+        raise Refused(
+            "implausible",
+            f"expected values of at most {MAX_DEVIATION:.0f} in a block, got a mean square of "
+            f"{squares.max() / images:.3g}",
+        )
+    return block
 
 
 def count_rows(submission: Submission, expectation: Expectation) -> dict[int, int]:
     """Check a submission like `check_submission`, without copies of its prototypes.
 
     Returns:
-        The prototypes of each class that has any; of class sums, the images in them.
+        The prototypes of each class that has any; of class sums, and where blocks are accepted, the images in them.
     """
     weights = None
     if expectation.manifest.statistics is not None:
@@ -117,8 +178,14 @@ def count_rows(submission: Submission, expectation: Expectation) -> dict[int, in
         weights = counts if expectation.manifest.batch_size == 1 else None
     else:
         _check_envelope(submission, expectation)
-        _, labels, _ = _check_prototypes(submission, expectation)
-        _check_tensors(submission.tensors, expectation)
+        _, labels, counts = _check_prototypes(submission, expectation)
+        tensors = _check_tensors(submission.tensors, expectation)
+        if expectation.manifest.prototypes is not UNSET:
+            block, weights = _check_block(submission, tensors[RANGE], expectation), counts
+            if block is not None:
+                labels, weights = (
+                    np.concatenate(pair) for pair in ((labels, block.labels), (counts, block.counts))
+                )
     numbers = np.bincount(labels, weights)
     return {int(label): int(numbers[label]) for label in np.flatnonzero(numbers)}
 
@@ -235,18 +302,20 @@ def _check_rows(
     labels = _array(submission.labels, "labels", dtypes="u", ndim=1)
     counts = _array(submission.counts, "counts", dtypes="u", ndim=1)
     rows, size = prototypes.shape
-    if rows == 0 or size != expectation.prototype_size or len(labels) != rows or len(counts) != rows:
+    has_block = submission.block is not UNSET and manifest.prototypes is not UNSET
+    fits = size == expectation.prototype_size and len(labels) == len(counts) == rows
+    if not fits or not (rows or has_block):
         raise Refused(
             "shape",
             f"expected (m, {expectation.prototype_size}) prototypes with m labels and counts, "
             f"got {prototypes.shape}, {labels.shape}, {counts.shape}",
         )
     classes = len(manifest.classes)
-    if int(labels.max()) >= classes:
+    if int(labels.max(initial=0)) >= classes:
         raise Refused("unknown_class", f"expected labels below {classes}, got {int(labels.max())}")
     in_rounds = manifest.program is not None
     least = manifest.min_images if in_rounds else min(manifest.min_images, manifest.batch_size)
-    if int(counts.min()) < least or int(counts.max()) > MAX_IMAGES:
+    if rows and (int(counts.min()) < least or int(counts.max()) > MAX_IMAGES):
         raise Refused(
             "malformed",
             f"expected {least} to {MAX_IMAGES} images in every prototype, "

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec import UNSET
 
-from aggregator.algorithms.algorithm import RoundAlgorithm
+from aggregator.algorithms.algorithm import OneShot, RoundAlgorithm
+from aggregator.algorithms.registry import find_algorithm
 from aggregator.config.schema import PrivacyBudget, TaskFile
 from aggregator.storage.heads import HeadRecord
 from protocol.errors import ConfigError
@@ -70,6 +71,7 @@ def task_manifest(
         perturbation=task.privacy.perturbation,
         columns=columns if columns and statistics is None else msgspec.UNSET,
         differential_privacy=private,
+        prototypes="auto" if accepts_blocks(task) else UNSET,
     )
     size = len(encode(manifest))
     if size > MAX_MANIFEST_BYTES:
@@ -77,6 +79,18 @@ def task_manifest(
             f"the task manifest has {size} bytes, more than {MAX_MANIFEST_BYTES}: use fewer or shorter class names"
         )
     return manifest
+
+
+def accepts_blocks(task: TaskFile) -> bool:
+    """Return whether devices upload principal prototypes: batches alone can be perturbed, or train the paper's head."""
+    method = find_algorithm(task.algorithm)
+    return (
+        task.client.prototypes == "auto"
+        and task.privacy.perturbation is None
+        and task.training.recipe == "default"
+        and issubclass(method, OneShot)
+        and method.blocks
+    )
 
 
 def _differential_privacy(

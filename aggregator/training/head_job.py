@@ -18,6 +18,7 @@ from aggregator.algorithms.statistics.feature_map import FeatureMap, selected
 from aggregator.algorithms.statistics.noisy_ridge import Shortening
 from aggregator.graphs.head_export import head_to_onnx, max_difference
 from aggregator.intake.validation import Expectation, Prototypes, check_submission
+from aggregator.storage.heads import ADAPTER_MISSING
 from aggregator.training.jobs import (
     FEW_PROTOTYPES,
     CollectionJob,
@@ -47,7 +48,10 @@ def run(job: HeadJob, workspace: Workspace) -> Result:
 
     def check(submission: Submission) -> Prototypes:
         part = check_submission(submission, expectation)
-        return dataclasses.replace(part, values=arrays.keep(part.values))
+        block = part.block
+        if block is not None:
+            block = dataclasses.replace(block, means=arrays.keep(block.means), rows=arrays.keep(block.rows))
+        return dataclasses.replace(part, values=arrays.keep(part.values), block=block)
 
     parts, invalid = checked_parts(job.submissions(workspace.blobs), check)
     data, judgment, counting = judged_set(
@@ -56,6 +60,7 @@ def run(job: HeadJob, workspace: Workspace) -> Result:
         widths=job.widths,
         robust=job.robust,
         released=job.released,
+        version=job.version,
         arrays=arrays,
     )
     workspace.report({"prototypes": len(data.labels)})
@@ -69,6 +74,8 @@ def run(job: HeadJob, workspace: Workspace) -> Result:
         "epochs": float(trained.epochs),
         "temperature": trained.temperature,
     }
+    if trained.adapter_missing:
+        figures[ADAPTER_MISSING] = 1.0
     features = np.zeros((len(data.values[:256]), job.feature_size), np.float32)
     features[:, columns] = data.values[:256]
     directions = directions_of(data) if job.has_novelty else None

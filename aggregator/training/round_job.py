@@ -50,7 +50,7 @@ def run(job: RoundJob, workspace: Workspace) -> Result:
     counted = limited(list(parts.values()), multiple=robust.max_multiple)
     tensors, failed = aggregated(
         algorithm,
-        [Contribution(device=device, **vars(part)) for device, part in zip(parts, counted, strict=True)],
+        [_contribution(device, part) for device, part in zip(parts, counted, strict=True)],
         previous,
         robust=robust,
         num_classes=len(manifest.classes),
@@ -126,3 +126,9 @@ def _figures(
     figures = {"classes": float(len(classes)), "carried": float(carried)}
     losses = [submission.loss for submission in submissions if submission.loss is not None]
     return {**figures, "loss": statistics.median(losses)} if losses else figures
+
+
+def _contribution(device: str, part: Prototypes) -> Contribution:
+    return Contribution(
+        device=device, values=part.values, labels=part.labels, counts=part.counts, tensors=part.tensors
+    )

@@ -108,6 +108,7 @@ def load_features(
             test=np.concatenate([part.test for part in parts], axis=1),
             normalized=all(part.normalized for part in parts),
             widths=tuple(part.train.shape[1] for part in parts),
+            layers=tuple(width for part in parts for width in part.layers or (part.train.shape[1],)),
         )
     name, _, layers = backbone.partition(":")
     if precision == "int8" or not layers:
@@ -129,7 +130,8 @@ def load_features(
             np.concatenate([arrays[part + block] for block in blocks], axis=1) for part in ("train", "test")
         )
         labels = {part: arrays[part] for part in ("train_labels", "test_labels")}
-    return Features(train=train, test=test, **labels, normalized=bool(layers))
+        widths = tuple(arrays["test" + block].shape[1] for block in blocks)
+    return Features(train=train, test=test, **labels, normalized=bool(layers), layers=widths)
 
 
 def _block_names(graph: Path) -> list[str]:

@@ -300,6 +300,8 @@ class TaskManifest(Message, frozen=True, kw_only=True, tag="task"):
         Annotated[tuple[tuple[Natural, Positive], ...], Meta(min_length=1, max_length=256)] | UnsetType
     ) = UNSET
     """Ranges of features that prototypes have, start and end, ascending; absent for all. Heads take all features."""
+    prototypes: Literal["auto"] | UnsetType = UNSET
+    """Upload principal prototypes, where there are enough images; absent for prototypes of batches alone."""
     continues: Annotated[tuple[Digest, ...], Meta(min_length=1, max_length=MAX_CONTINUED)] | UnsetType = UNSET
     """Earlier tasks, newest first, whose submissions count for this one. Its classes begin with theirs."""
 
@@ -435,13 +437,34 @@ class SealedMask(msgspec.Struct, frozen=True, kw_only=True):
     """By `key`, over the context (fleet, task, device and `sequence`), `min_devices` and `sealed`."""
 
 
+class Block(msgspec.Struct, frozen=True, kw_only=True):
+    """Principal prototypes of a block of at least 50 images, or of several blocks, one after the other.
+
+    k is at most a tenth of the images. The scatter within classes is about `rows' rows + diag(d)`, with the rows in
+    units of their scales, and the squared `diagonal` in units of the last scale, d.
+    """
+
+    means: Tensor
+    """`u1` (p, L), in steps of the tensor `range`: the mean of each class of each block."""
+    labels: Tensor
+    """`u1`, `u2` or `u4` (p): the class of each mean."""
+    counts: Tensor
+    """`u1`, `u2` or `u4` (p): images averaged in each mean, at least `batch_size` and `min_images`."""
+    rows: Tensor
+    """`i1` (k, L): the strongest directions of the scatter within classes, each times the root of its eigenvalue."""
+    diagonal: Tensor
+    """`u1` (L): the root of what the rows leave of the sum of squared deviations of each value."""
+    scales: Tensor
+    """`f4` (k + 1), finite and not negative: the step of each row, and of `diagonal`."""
+
+
 class Submission(Message, frozen=True, kw_only=True, tag="submission"):
     """A device's prototypes: m vectors of L values, or statistics in their place. Sent in frames on `up`.
 
-    m is at least 1. L is the feature size of the backbones together, with a program the size of its projection.
-    Uploaded tensors of a program are finite `f2` in the shapes of the round's tensors. A count is at most `MAX_IMAGES`,
-    and at least the smaller of `min_images` and `batch_size` (with a program, at least `min_images`). Without a
-    program, it is at least `batch_size` in a class of several prototypes.
+    m is at least 1, or 0 beside a `block`. L is the feature size of the backbones together, with a program the size of
+    its projection. Uploaded tensors of a program are finite `f2` in the shapes of the round's tensors. A count is at
+    most `MAX_IMAGES`, and at least the smaller of `min_images` and `batch_size` (with a program, at least
+    `min_images`). Without a program, it is at least `batch_size` in a class of several prototypes.
 
     With differential privacy, class sums and counts have noise, also of classes without images. `prototypes` and the
     tensor `counts`, `i4` (C), are in units of 1/64, and `second_moment` is `i4`, the triangle as it is. The field
@@ -475,6 +498,8 @@ class Submission(Message, frozen=True, kw_only=True, tag="submission"):
     mask: SealedMask | UnsetType = UNSET
     """With a second operator. The tensor `counts`, `prototypes` and `second_moment`, in this order, are `u4` then: the
     values of `i4` plus the mask, modulo 2^32. The fields `counts` and `images` are 1 and C."""
+    block: Block | UnsetType = UNSET
+    """Images that are in no other prototype; only if the task's `prototypes` is `auto`."""
 
 
 class MaskedSubmission(msgspec.Struct, frozen=True, kw_only=True):

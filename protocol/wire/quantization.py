@@ -5,7 +5,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.wire.codec import to_tensor
+from protocol.errors import MalformedMessage
+from protocol.statistics.principal_prototypes import PrincipalPrototypes
+from protocol.wire.codec import to_array, to_tensor, to_unsigned
+from protocol.wire.messages import Block, Tensor
 
 STEPS = 255
 
@@ -39,10 +42,77 @@ def dequantize(values: NDArray[np.uint8], limits: NDArray[np.float16]) -> NDArra
     return restored
 
 
-def prototype_fields(values: NDArray[Any]) -> dict[str, Any]:
-    """Return the fields `prototypes` and `tensors` of a submission of FedTC with these prototypes, float16 (m, L)."""
-    integers, limits = quantize(values)
-    return {"prototypes": to_tensor(integers), "tensors": {RANGE: to_tensor(limits)}}
+def prototype_fields(values: NDArray[Any], block: PrincipalPrototypes | None = None) -> dict[str, Any]:
+    """Return the fields `prototypes`, `tensors` and, if there is one, `block` of a submission of FedTC.
+
+    `values` are prototypes, float16 (m, L), m at least 1, or 0 beside a block.
+    """
+    if block is None:
+        integers, limits = quantize(values)
+        return {"prototypes": to_tensor(integers), "tensors": {RANGE: to_tensor(limits)}}
+    integers, limits = quantize(np.concatenate([values, block.means.astype(np.float16)]))
+    rows, scales = _in_steps(block.rows, 127)
+    diagonal, scale = _in_steps(np.sqrt(block.diagonal)[None], STEPS)
+    encoded = Block(
+        means=to_tensor(integers[len(values) :]),
+        labels=to_unsigned(block.labels),
+        counts=to_unsigned(block.counts),
+        rows=to_tensor(rows.astype(np.int8)),
+        diagonal=to_tensor(diagonal[0].astype(np.uint8)),
+        scales=to_tensor(np.concatenate([scales, scale])),
+    )
+    return {
+        "prototypes": to_tensor(integers[: len(values)]),
+        "tensors": {RANGE: to_tensor(limits)},
+        "block": encoded,
+    }
+
+
+def dequantized_block(
+    block: Block, limits: NDArray[np.float16], *, classes: int, least: int
+) -> PrincipalPrototypes:
+    """Return what a block says, with the range (2, L) of the submission's tensors.
+
+    Raises:
+        MalformedMessage: shapes or dtypes do not fit each other, a label is not below `classes`, a count is less than
+            `least`, or a scale is negative or not finite.
+    """
+    means, labels, counts, rows, diagonal, scales = (
+        _array(getattr(block, name), name, kind, ndim)
+        for name, kind, ndim in (
+            ("means", "u1", 2),
+            ("labels", "u", 1),
+            ("counts", "u", 1),
+            ("rows", "i1", 2),
+            ("diagonal", "u1", 1),
+            ("scales", "f4", 1),
+        )
+    )
+    size = limits.shape[1]
+    shapes = (len(means), means.shape[1], len(counts), rows.shape[1], len(diagonal), len(scales))
+    if not len(means) or shapes != (len(labels), size, len(labels), size, size, len(rows) + 1):
+        raise MalformedMessage(f"expected a block of {size} values in tensors that fit each other")
+    if int(labels.max()) >= classes or int(counts.min()) < least:
+        raise MalformedMessage(f"expected labels below {classes} and counts of at least {least} in a block")
+    if not np.isfinite(scales).all() or (scales < 0).any():
+        raise MalformedMessage("expected finite scales that are not negative")
+    with np.errstate(over="ignore"):  # the aggregator refuses what is not finite
+        rows, diagonal = rows * scales[:-1, None], (diagonal * scales[-1]) ** 2
+    return PrincipalPrototypes(
+        dequantize(means, limits), labels.astype(np.int64), counts.astype(np.int64), rows, diagonal
+    )
+
+
+def _array(tensor: Tensor, name: str, kind: str, ndim: int) -> NDArray[Any]:
+    if not tensor.dtype.startswith(kind) or len(tensor.shape) != ndim:
+        raise MalformedMessage(f"expected {name} of kind {kind!r} and {ndim} dimensions in a block")
+    return to_array(tensor)
+
+
+def _in_steps(values: NDArray[np.float32], steps: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return values (n, L) as integers of at most `steps`, and the size of a row's step (n,)."""
+    scales = (np.abs(values).max(axis=1, initial=0) / steps).astype(np.float32)
+    return np.rint(values / np.where(scales > 0, scales, 1)[:, None]), scales
 
 
 def _low_and_step(limits: NDArray[np.float16]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT, OneShot, Training
+from aggregator.algorithms.fedtc.block_head import block_head, sums_of
 from aggregator.algorithms.fedtc.discriminant import discriminants
 from aggregator.algorithms.fedtc.head import Dense, calibrate, cross_entropy, logits_of
 from aggregator.algorithms.fedtc.recipe import Recipe, recipe_of
@@ -42,6 +43,7 @@ class TrainedHead:
         accuracy: of the head on the prototypes that it was made from.
         epochs: passes over the prototypes; 0 for a head in closed form.
         temperature: divisor of the logits that makes the probabilities of held-out prototypes most likely.
+        adapter_missing: an adapter would have been trained, but PyTorch is not installed.
     """
 
     layers: tuple[Dense, ...]
@@ -49,6 +51,7 @@ class TrainedHead:
     accuracy: float
     epochs: int
     temperature: float
+    adapter_missing: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,12 +63,15 @@ class _Candidate:
     temperature: float = 1.0
     loss: float = math.nan
     """The loss on held-out prototypes; NaN if there are none."""
+    adapter_missing: bool = False
 
 
 class FedTC(OneShot, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """FedTC: a linear head, or the paper's adapter and head, by cross-validation over prototypes."""
+    """FedTC: a linear head, or of batches alone the paper's adapter and head, by cross-validation over prototypes."""
 
     name: ClassVar[str] = "fedtc"
+    unused = OneShot.unused - {("client", "prototypes")}
+    blocks: ClassVar[bool] = True
 
     def train(
         self,
@@ -88,6 +94,8 @@ def train_head(
     report: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> TrainedHead:
     """Make a head from the pooled prototypes (FedTC eq. 5).
+
+    Where a device has principal prototypes, the head is that of `block_head`.
 
     By the default recipe, cross-validation over prototypes chooses between linear discriminants and ridge regressions,
     regularized more or less, and the paper's adapter and head, whose loss must be lower by more than its standard
@@ -118,18 +126,22 @@ def train_head(
     if several := len(data.widths) > 1:
         factors = data.factors()
         data = data.times(factors)
-    if recipe.closed_form:
+    if data.scatter is not None:
+        layer, temperature = block_head(sums_of(data, data.scatter), data.common_classes)
+        chosen = _Candidate((layer,), temperature=temperature)
+    elif recipe.closed_form:
         chosen = _choose(data, adapter if recipe.adapter else None, seed)
     else:
         chosen = _Candidate(*adapter(data))
     layers = _divided(chosen, data.samples > 0)
-    logits = logits_of(layers, data.features)
+    logits = logits_of(layers, data.features if data.scatter is None else data.values)
     return TrainedHead(
         layers=(layers[0].after(factors), *layers[1:]) if several else layers,
         loss=float(cross_entropy(logits, data.labels).mean()) if math.isnan(chosen.loss) else chosen.loss,
         accuracy=float((logits.argmax(axis=1) == data.labels).mean()),
         epochs=chosen.epochs,
         temperature=chosen.temperature,
+        adapter_missing=chosen.adapter_missing,
     )
 
 
@@ -157,19 +169,26 @@ def _choose(
     if regressions and len(rows) > 1:
         correct = (logits[:, rows].argmax(axis=2) == data.labels[rows]).sum(axis=1)
         chosen = _preferred([losses for _, losses in calibrated], correct, best)
+    adapter_missing = False
     if adapter is not None and first.sum() >= MIN_HELD_OUT:
-        trial, _ = adapter(data.part(~first))
-        rows = _even(data, first)
-        of_trial = np.empty_like(logits[0])
-        of_trial[first] = logits_of(trial, data.part(first).extrapolated())
-        temperature, losses = calibrate(of_trial[rows], data.labels[rows], common=common)
-        gain = calibrate(logits[best, rows], data.labels[rows], common=common)[1] - losses
-        if _is_lower(gain):
-            return _Candidate(*adapter(data), temperature=temperature, loss=float(losses.mean()))
+        try:
+            trial, _ = adapter(data.part(~first))
+            rows = _even(data, first)
+            of_trial = np.empty_like(logits[0])
+            of_trial[first] = logits_of(trial, data.part(first).extrapolated())
+            temperature, losses = calibrate(of_trial[rows], data.labels[rows], common=common)
+            gain = calibrate(logits[best, rows], data.labels[rows], common=common)[1] - losses
+            if _is_lower(gain):
+                return _Candidate(*adapter(data), temperature=temperature, loss=float(losses.mean()))
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            adapter_missing = True
     temperature, losses = calibrated[chosen]
     kind, share = divmod(chosen, len(SHARES))
     *_, layer = _discriminants(data, (SHARES[share],), regressions=kind > 0)
-    return _Candidate((layer,), temperature=temperature, loss=float(losses.mean()))
+    loss = float(losses.mean())
+    return _Candidate((layer,), temperature=temperature, loss=loss, adapter_missing=adapter_missing)
 
 
 def _preferred(losses: Sequence[NDArray[np.float32]], correct: NDArray[np.integer], best: int) -> int:

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
+from protocol.statistics.principal_prototypes import PrincipalPrototypes
 from protocol.wire import messages
 from protocol.wire.codec import to_tensor
 from protocol.wire.messages import (
@@ -38,6 +39,7 @@ from protocol.wire.messages import (
     TaskManifest,
     Tensors,
 )
+from protocol.wire.quantization import prototype_fields
 
 WIRE_TYPES: list[type[msgspec.Struct]] = [
     value
@@ -148,6 +150,23 @@ SAMPLES: tuple[Message | Frame, ...] = (
         loss=1.5,
         privacy=Privacy(epsilon=1.5, total_epsilon=2.25, delta=1e-5, releases=2),
         mask=_MASK,
+    ),
+    Submission(
+        task=_DIGEST,
+        sequence=2,
+        labels=to_tensor(np.zeros(0, np.uint8)),
+        counts=to_tensor(np.zeros(0, np.uint8)),
+        images=60,
+        **prototype_fields(
+            np.zeros((0, 3), np.float16),
+            PrincipalPrototypes(
+                means=np.array([[0.5, 1, 2], [3, 4, 5]], np.float32),
+                labels=np.array([0, 1]),
+                counts=np.array([25, 35]),
+                rows=np.array([[2, 0, 1]], np.float32),
+                diagonal=np.array([1, 4, 9], np.float32),
+            ),
+        ),
     ),
     SumRequest(
         task=_DIGEST, values=9, submissions=(MaskedSubmission(device="shed-1", sequence=1, mask=_MASK),)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from hypothesis.extra import numpy as npst
+from msgspec import UNSET
 from msgspec.inspect import (
     CustomType,
     DictType,
@@ -32,6 +33,7 @@ from protocol.wire.codec import decode, encode, message_kind, to_array, to_tenso
 from protocol.wire.messages import (
     BlobRef,
     BlobRequest,
+    Block,
     Confused,
     DifferentialPrivacy,
     Evaluation,
@@ -82,7 +84,7 @@ def refused(envelope: Any, message_type: type[Message | Frame]) -> str:
 
 def test_every_wire_type_has_a_sample() -> None:
     inner = {BlobRef, HeadRef, KeyCertificate, Program, Statistics, Perturbation, DifferentialPrivacy}
-    inner |= {Confused, Privacy, Tensor, SealedMask, SecondOperator, MaskedSubmission}
+    inner |= {Block, Confused, Privacy, Tensor, SealedMask, SecondOperator, MaskedSubmission}
     assert {type(sample) for sample in SAMPLES} | inner == set(WIRE_TYPES)
 
 
@@ -96,7 +98,10 @@ def test_encoded_message_is_decoded(message: Message | Frame) -> None:
 
 @each_message
 def test_golden_bytes_of_version_1(message: Message | Frame) -> None:
-    assert encode(message).hex() == GOLDEN[type(message).__name__]
+    name = type(message).__name__
+    if isinstance(message, Submission) and message.block is not UNSET:
+        name += " with a block"
+    assert encode(message).hex() == GOLDEN[name]
 
 
 @each_message
