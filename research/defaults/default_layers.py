@@ -3,14 +3,13 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.recipe import RECIPES
-from aggregator.config.schema import Client
 from benchmarks.data.features import load_features
 from benchmarks.data.images import DIGITS, PACS
 from benchmarks.fleets import Settings, run_fleet
@@ -57,6 +56,11 @@ def selections(backbone: str) -> dict[str, str]:
 
 OTHERS = list(selections("mobilenetv2_100"))[1:]
 
+COLUMNS = {
+    "data": "<22", "px": ">4", "  backbone": "<27", "images": ">6", "last,residual": ">14.1%", "MB": ">6.2f",
+}  # fmt: skip
+"""Columns before those of OTHERS."""
+
 
 @click.command("layers")
 @selected("--data", "names", choices=CELLS)
@@ -65,31 +69,34 @@ OTHERS = list(selections("mobilenetv2_100"))[1:]
     "--images", "counts", type=click.IntRange(min=2), default=(20, 50),
     help="Of a class, or all that it has; may be repeated.",
 )  # fmt: skip
+@click.option(
+    "--prototypes", type=click.Choice(["auto", "batches"]), default="auto", show_default=True,
+    help="As in the task file.",
+)  # fmt: skip
 @click.option("--draws", type=click.IntRange(min=2), default=10, show_default=True)
 @click.option(
     "--test", is_flag=True, help="Evaluate on test images, not on training images that are not drawn."
 )
 @json_option
 def command(
-    *, names: tuple[str, ...], backbones: tuple[str, ...], counts: tuple[int, ...], draws: int, test: bool,
-    json_file: Path | None,
+    *, names: tuple[str, ...], backbones: tuple[str, ...], counts: tuple[int, ...],
+    prototypes: Literal["auto", "batches"], draws: int, test: bool, json_file: Path | None,
 ) -> None:  # fmt: skip
     """Compare depthwise activations, the last layer and residual sums: the columns are differences from last,residual.
 
     FedTC with its defaults and the head in closed form; ten devices share the drawn images by a Dirichlet distribution
     (0.1). The same draws for all layers. Differences are in points, ± the standard error over draws.
     """
+    settings = Settings(
+        clients=DEVICES,
+        prototypes=prototypes,
+        max_multiple=0,
+        recipe=replace(RECIPES["default"], adapter=False),
+    )
+    images = "test" if test else "held-out training"
     table = Table(
-        {
-            "data": "<22",
-            "px": ">4",
-            "  backbone": "<27",
-            "images": ">6",
-            "last,residual": ">14.1%",
-            "MB": ">6.2f",
-        }
-        | {name: f">{max(13, len(name) + 2)}" for name in OTHERS},
-        title=f"FedTC, {draws} draws, {'test' if test else 'held-out training'} images: last,residual, and differences",
+        COLUMNS | {name: f">{max(13, len(name) + 2)}" for name in OTHERS},
+        title=f"FedTC, {prototypes}, {draws} draws, {images} images: last,residual, and differences",
     )
     runs = []
     for name in names:
@@ -97,12 +104,22 @@ def command(
             parts = [_load(name, backbone, layers) for layers in selections(backbone).values()]
             for count in counts:
                 cell = {"data": name, "image_size": CELLS[name], "backbone": backbone, "images": count}
-                found = np.array([list(_figures(parts, count, draw, test=test)) for draw in range(draws)])
+                found = np.array(
+                    [list(_figures(parts, count, draw, settings, test=test)) for draw in range(draws)]
+                )
                 accuracies, sizes = found[..., 0], found[..., 1].mean(axis=0)
                 table.row(*cell.values(), accuracies[:, 0].mean(), sizes[0] / 1e6, *_differences(accuracies))
                 runs.append({**cell, "accuracies": accuracies.tolist(), "bytes_up": sizes.tolist()})
     tables = [table, _summary(runs)]
-    write_json(json_file, "layers", tables=tables, layers=["last,residual", *OTHERS], draws=draws, runs=runs)
+    write_json(
+        json_file,
+        "layers",
+        tables=tables,
+        layers=["last,residual", *OTHERS],
+        prototypes=prototypes,
+        draws=draws,
+        runs=runs,
+    )
 
 
 def _load(name: str, backbone: str, layers: str) -> Features:
@@ -122,7 +139,9 @@ def _load(name: str, backbone: str, layers: str) -> Features:
     )
 
 
-def _figures(parts: Sequence[Features], count: int, draw: int, *, test: bool) -> Iterator[tuple[float, int]]:
+def _figures(
+    parts: Sequence[Features], count: int, draw: int, settings: Settings, *, test: bool
+) -> Iterator[tuple[float, int]]:
     """Yield accuracy and uploaded bytes of a fleet with `count` images a class for each selection of blocks.
 
     Raises:
@@ -136,14 +155,6 @@ def _figures(parts: Sequence[Features], count: int, draw: int, *, test: bool) ->
         raise ConfigError(f"expected --images below {fewest}, or --test, got {count}")
     rows = np.concatenate([each[:count] for each in members])
     others = np.setdiff1d(np.arange(len(labels)), rows)
-    defaults = Client()
-    settings = Settings(
-        clients=DEVICES,
-        alpha=defaults.alpha,
-        batch_size=defaults.batch_size,
-        max_multiple=0,
-        recipe=replace(RECIPES["default"], adapter=False),
-    )
     for part in parts:
         drawn = replace(part, train=part.train[rows], train_labels=labels[rows])
         if not test:
