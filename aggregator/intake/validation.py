@@ -33,6 +33,10 @@ FLOAT16_SLACK = 1.01
 """Factor by which rounding to float16 may lengthen a prototype."""
 
 
+MAX_DEVIATION = float(np.finfo(np.float16).max)
+"""Distance of an image's value from the mean of its class, at most: prototypes are in float16."""
+
+
 class Refused(ProtofleetError):
     """A device's message is refused; with `superseded`, `sequence` is that of the submission that counts."""
 
@@ -148,6 +152,17 @@ def _check_block(
     averaged = images + int(to_array(submission.counts).sum(dtype=np.int64))
     if averaged > submission.images:
         raise Refused("implausible", f"{averaged} images in prototypes of {submission.images} that were read")
+    if int(block.counts.max()) > MAX_IMAGES:
+        raise Refused("malformed", f"expected at most {MAX_IMAGES} images in a mean of a block")
+    squares = (block.rows.astype(np.float64) ** 2).sum(axis=0) + block.diagonal
+    if not np.isfinite(squares).all():
+        raise Refused("not_finite", "a row or the diagonal of a block is not finite")
+    if squares.max() > images * MAX_DEVIATION**2:
+        raise Refused(
+            "implausible",
+            f"expected values of at most {MAX_DEVIATION:.0f} in a block, got a mean square of "
+            f"{squares.max() / images:.3g}",
+        )
     return block
 
 

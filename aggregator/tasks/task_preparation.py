@@ -13,6 +13,8 @@ import msgspec
 import numpy as np
 
 from aggregator.algorithms.algorithm import OneShot
+from aggregator.algorithms.fedncm import FedNCM
+from aggregator.algorithms.fedtc.train_head import FedTC
 from aggregator.algorithms.statistics.feature_map import FeatureMap, selected
 from aggregator.algorithms.tensors import pack_tensors
 from aggregator.config.schema import SumsSettings, TaskFile
@@ -38,6 +40,16 @@ from protocol.wire.messages import (
 )
 
 log = logging.getLogger(__name__)
+
+MAY_CHANGE = frozenset(
+    {
+        ("algorithm", FedTC.name, FedNCM.name),
+        ("algorithm", FedNCM.name, FedTC.name),
+        ("prototypes", msgspec.UNSET, "auto"),
+    }
+)
+"""A field of the manifest, its value in a task and in one that continues it: submissions to the first fit the second,
+and a device uploads the same to both or more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +157,8 @@ def continued(manifest: TaskManifest, earlier: bytes, store: Store) -> TaskManif
     """Return the manifest as one that continues an earlier task; classes with similar names are logged.
 
     Raises:
-        ConfigError: this state has no such task, or more than added classes differs.
+        ConfigError: this state has no such task, it has the same classes and algorithm, or more than added classes and
+            MAY_CHANGE differs.
     """
     try:
         before = decode(store.blobs.read(earlier), TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
@@ -154,7 +167,8 @@ def continued(manifest: TaskManifest, earlier: bytes, store: Store) -> TaskManif
     if manifest.program is not None:
         raise ConfigError("`continues`: not for tasks with rounds")
     known, classes = before.classes, manifest.classes
-    if classes[: len(known)] != known or len(classes) == len(known):
+    is_same = len(classes) == len(known) and manifest.algorithm == before.algorithm
+    if classes[: len(known)] != known or is_same:
         text = f"expected the {len(known)} classes of the earlier task, and further ones behind them"
         raise ConfigError(
             f"`continues`: {text}: removed or renamed classes are a new task, without `continues`"
@@ -162,7 +176,8 @@ def continued(manifest: TaskManifest, earlier: bytes, store: Store) -> TaskManif
     same = msgspec.structs.replace(before, classes=classes, continues=msgspec.UNSET)
     if manifest.statistics is not None and same.statistics is not None:  # its graph depends on the classes
         same = msgspec.structs.replace(same, statistics=manifest.statistics)
-    fields = [name for name in manifest.__struct_fields__ if getattr(same, name) != getattr(manifest, name)]
+    values = ((name, getattr(same, name), getattr(manifest, name)) for name in manifest.__struct_fields__)
+    fields = [name for name, old, new in values if old != new and (name, old, new) not in MAY_CHANGE]
     if fields:
         raise ConfigError(
             f"`continues`: {', '.join(fields)} must be those of the earlier task: a new task has none"

@@ -96,12 +96,10 @@ def dequantized_block(
         raise MalformedMessage(f"expected labels below {classes} and counts of at least {least} in a block")
     if not np.isfinite(scales).all() or (scales < 0).any():
         raise MalformedMessage("expected finite scales that are not negative")
+    with np.errstate(over="ignore"):  # the aggregator refuses what is not finite
+        rows, diagonal = rows * scales[:-1, None], (diagonal * scales[-1]) ** 2
     return PrincipalPrototypes(
-        dequantize(means, limits),
-        labels.astype(np.int64),
-        counts.astype(np.int64),
-        rows * scales[:-1, None],
-        (diagonal * scales[-1]) ** 2,
+        dequantize(means, limits), labels.astype(np.int64), counts.astype(np.int64), rows, diagonal
     )
 
 

@@ -21,7 +21,8 @@ from aggregator.intake.validation import (
     count_rows,
     read_message,
 )
-from protocol.wire.codec import encode, to_tensor, to_unsigned
+from protocol.statistics.principal_prototypes import PrincipalPrototypes
+from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import (
     MAX_IMAGES,
     Confused,
@@ -33,6 +34,7 @@ from protocol.wire.messages import (
     Submission,
     Tensor,
 )
+from protocol.wire.quantization import prototype_fields
 from tests.support.messages.evaluations import binned
 from tests.support.messages.statistics import (
     GROUPS_EXPECTATION,
@@ -180,7 +182,59 @@ REFUSED_IN_ROUNDS: dict[str, tuple[Submission, str, str]] = {
     "integer tensor": (_tensors(bias=_integers(0, 0, 0, 0)), "dtype", "bias of kind 'f2', got u1"),
     "NaN tensor": (_tensors(bias=_full(NAN, 4)), "not_finite", "bias holds NaN"),
 }
+BLOCKS_MANIFEST = msgspec.structs.replace(EXPECTATION.manifest, prototypes="auto")
+BLOCKS_EXPECTATION = Expectation(digest_of(encode(BLOCKS_MANIFEST)), BLOCKS_MANIFEST, FEATURE_SIZE)
+_BLOCK = PrincipalPrototypes(
+    means=np.arange(2 * FEATURE_SIZE, dtype=np.float32).reshape(2, FEATURE_SIZE),
+    labels=np.array([0, 2]),
+    counts=np.array([20, 40]),
+    rows=np.eye(3, FEATURE_SIZE, dtype=np.float32) * 9,
+    diagonal=np.ones(FEATURE_SIZE, np.float32),
+)
+
+
+def _block(**changes: Tensor) -> Submission:
+    """Return a submission of a block alone, with some of its tensors replaced."""
+    made = Submission(
+        task=BLOCKS_EXPECTATION.task,
+        sequence=1,
+        labels=_integers(),
+        counts=_integers(),
+        images=60,
+        **prototype_fields(np.zeros((0, FEATURE_SIZE), np.float16), _BLOCK),
+    )
+    return msgspec.structs.replace(made, block=msgspec.structs.replace(made.block, **changes))
+
+
+_SCALES = np.ones(4, np.float32)
+REFUSED_BLOCKS = {
+    "block for batches": (
+        msgspec.structs.replace(_block(), task=EXPECTATION.task),
+        "shape",
+        "with m labels",
+    ),
+    "unknown class in a block": (_block(labels=_integers(0, 3)), "malformed", "labels below 3"),
+    "group in a block": (_block(counts=_integers(4, 56)), "malformed", "counts of at least 5"),
+    "small block": (_block(counts=_integers(5, 44)), "malformed", "at least 50 images"),
+    "rows of few images": (
+        _block(rows=_full(1, 7, FEATURE_SIZE, dtype="i1"), scales=to_tensor(np.ones(8, "f4"))),
+        "malformed",
+        "10 for each",
+    ),
+    "more images than read": (
+        _block(counts=_integers(20, 41)),
+        "implausible",
+        "61 images in prototypes of 60",
+    ),
+    "scale NaN": (_block(scales=to_tensor(_SCALES * np.float32(NAN))), "malformed", "finite scales"),
+    "infinite row": (_block(scales=to_tensor(_SCALES * np.float32(3e38))), "not_finite", "not finite"),
+    "long row": (_block(scales=to_tensor(_SCALES * np.float32(1e6))), "implausible", "at most 65504"),
+}
 CASES = {
+    **{
+        name: (*case, EXPECTATION if "batches" in name else BLOCKS_EXPECTATION)
+        for name, case in REFUSED_BLOCKS.items()
+    },
     **{name: (*case, EXPECTATION) for name, case in REFUSED.items()},
     **{f"{name} in rounds": (*case, ROUNDS_EXPECTATION) for name, case in REFUSED_IN_ROUNDS.items()},
 }
@@ -194,6 +248,18 @@ def test_invalid_submission_is_refused(
     refused = _refused(spoilt, expectation)
     assert refused.reason == reason
     assert re.search(detail, refused.detail)
+
+
+def test_valid_block_becomes_arrays() -> None:
+    """Beside no other prototypes; counted are its images."""
+    message = read_message(encode(_block()))
+    assert isinstance(message, Submission)
+    taken = check_submission(message, BLOCKS_EXPECTATION)
+    assert taken.block is not None
+    for name in ("means", "labels", "counts", "rows", "diagonal"):
+        np.testing.assert_allclose(getattr(taken.block, name), getattr(_BLOCK, name), atol=0.1, err_msg=name)
+    assert not len(taken.values)
+    assert count_rows(message, BLOCKS_EXPECTATION) == {0: 20, 2: 40}
 
 
 def test_prototype_beyond_the_maximum_norm_is_implausible() -> None:
