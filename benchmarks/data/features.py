@@ -139,18 +139,20 @@ def _block_names(graph: Path) -> list[str]:
     return [f"/{block.name}" for block in open_backbone(graph).metadata.blocks or ()] or [""]
 
 
-def prepared(features: Features, *, root: bool, validation: bool) -> Features:
+def prepared(features: Features, *, root: bool, validation: bool, seed: int = SPLIT_SEED) -> Features:
     """Take the square root of features, which is not in the product, or hold out images for validation.
 
-    With `validation`, VALIDATION of the training images take the place of the test images.
+    With `validation`, VALIDATION of the training images take the place of the test images, a quarter if there are no
+    more; the seed chooses them.
     """
     train, labels, test, truth = (
         *(features.train, features.train_labels),
         *(features.test, features.test_labels),
     )
     if validation:
-        order = np.random.default_rng(SPLIT_SEED).permutation(len(labels))
-        held_out, rows = order[:VALIDATION], order[VALIDATION:]
+        order = np.random.default_rng(seed).permutation(len(labels))
+        number = VALIDATION if len(order) > VALIDATION else len(order) // 4
+        held_out, rows = order[:number], order[number:]
         train, labels, test, truth = train[rows], labels[rows], train[held_out], labels[held_out]
     if root:
         train, test = (np.sign(part) * np.sqrt(np.abs(part)) for part in (train, test))
