@@ -74,7 +74,7 @@ def command(
                         table.row(name, images, most or "none", fewest, each, *rows)
                         runs.append({"data": name, "images": images, "largest": most, "least": fewest,
                                      "bits": each, "figures": rows.tolist()})  # fmt: skip
-    write_json(json_file, "blocks", tables=[table], seeds=seeds, runs=runs)
+    write_json(json_file, "block-size", tables=[table], seeds=seeds, runs=runs)
 
 
 def run(
