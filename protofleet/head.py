@@ -119,8 +119,8 @@ def train_head(
     """Train a head on the prototypes of several devices (FedTC eq. 5), as the aggregator does.
 
     By the default recipe, principal prototypes make a linear discriminant. Of batches alone, cross-validation chooses
-    between it and an adapter, which needs torch: without torch there is none. The same prototypes and seed give the same
-    head on the CPU.
+    between it and an adapter, which is trained only where torch is installed. The same prototypes and seed give the
+    same head on the CPU.
 
     Args:
         devices: what `device_prototypes` or `batch_prototypes` returned on each device, by its name, or as a sequence.
