@@ -119,7 +119,7 @@ def train_head(
     """Train a head on the prototypes of several devices (FedTC eq. 5), as the aggregator does.
 
     By the default recipe, principal prototypes make a linear discriminant. Of batches alone, cross-validation chooses
-    between it and an adapter, which is trained only where torch is installed. The same prototypes and seed give the
+    between it and an adapter, which needs torch: without torch there is none. The same prototypes and seed give the
     same head on the CPU.
 
     Args:

@@ -134,9 +134,9 @@ class SubmissionBuilder:
         if not is_kept or self._show is not None or last is None or last.task != build.task:
             return None
         report = self._store.get(SubmissionReport)
-        if report.warning != AWAITS_BLOCK:
+        if report.lost_images != AWAITS_BLOCK:
             log.warning("%s", AWAITS_BLOCK)
-            self._store.set(msgspec.structs.replace(report, warning=AWAITS_BLOCK))
+            self._store.set(msgspec.structs.replace(report, lost_images=AWAITS_BLOCK))
         return last
 
     def _only_submission(self, build: BuildSubmission) -> UploadItem | None:

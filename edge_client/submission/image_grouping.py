@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edge_client.data.images import LabeledImage, normal
 from edge_client.data.outlier_filter import closest_features
-from edge_client.data.principal_prototypes import MOST_IMAGES, coefficients, rows_within
+from edge_client.data.principal_prototypes import MOST_FEATURE_VALUES, coefficients, most_rows, rows_within
 from edge_client.privacy import image_blocks
 from edge_client.privacy.image_blocks import Dissolved
 from edge_client.privacy.image_groups import more_needed, pack, regroup
@@ -51,7 +51,7 @@ class ReleasedImages:
 
 @dataclass(frozen=True, eq=False)
 class ReleasedBlock:
-    """A block that is released: its n images, the class that each is counted in, and the coefficients (k, n)."""
+    """A block that is released: its images, the class that each is counted in, and the rows' coefficients (k, n)."""
 
     images: tuple[LabeledImage, ...]
     labels: NDArray[np.int64]
@@ -73,13 +73,14 @@ class Grouping:
 _Images = dict[Key, LabeledImage]
 
 
-def takes_blocks(workspace: Workspace, task: TaskManifest) -> bool:
-    """Return whether a task's submissions may have principal prototypes."""
+def _block_size(workspace: Workspace, task: TaskManifest) -> int:
+    """Return the values of a task's principal prototypes; 0 if its submissions have none."""
     is_plain = task.program is None and task.statistics is None and task.perturbation is None
     if task.prototypes is UNSET or not is_plain or is_private(task):
-        return False
+        return 0
     size = sum(_widths(workspace, task))
-    return (sum(end - start for start, end in task.columns) if task.columns else size) <= MAX_VALUES
+    size = sum(end - start for start, end in task.columns) if task.columns else size
+    return size if size <= MAX_VALUES else 0
 
 
 def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -> Grouping:
@@ -102,7 +103,7 @@ def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -
     workspace.is_incomplete |= bool(partition.awaited)
     by_label = scan.by_label(partition)
     new = [_closest_new(workspace, task, by_key, partition) for by_key in by_label]
-    if takes_blocks(workspace, task):
+    if _block_size(workspace, task):
         partition, made = _with_new_blocks(workspace, task, by_label, new, partition)
         files |= made
     for label, by_key in enumerate(by_label):
@@ -182,7 +183,7 @@ def _record(
 ) -> None:
     store = workspace.store
     with store.keeping:
-        for number in after.blocks.keys() - before.blocks.keys():
+        for number in (each for each, block in after.blocks.items() if block != before.blocks.get(each)):
             content = _packed(files[number])
             require_space(store.folder, len(content), what="the coefficients of a block")
             store.blobs.put(content)
@@ -242,7 +243,7 @@ def _with_new_blocks(
         names |= dict.fromkeys(taken, task.classes[label])
     images = {key: image for by_key in by_label for key, image in by_key.items()}
     files: dict[int, NDArray[np.float16]] = {}
-    for numbers in _parts(after, names):
+    for numbers in _parts(after, names, most=MOST_FEATURE_VALUES // sum(widths)):
         members = sorted((key, number) for number in numbers for key in after.groups[number].images)
         group_numbers = [number for _, number in members]
         found = coefficients(
@@ -292,7 +293,7 @@ def _released(
     """Return what is released, and the partition that notes it."""
     blocks: list[ReleasedBlock] = []
     awaited, unused = Counter[str](), Counter[str]()
-    least, is_in_blocks = _least(task), takes_blocks(workspace, task)
+    least, block_size = _least(task), _block_size(workspace, task)
     workspace.awaits_block = False
     for number in partition.blocks:
         members = partition.members(number)
@@ -305,7 +306,8 @@ def _released(
             continue
         images = tuple(scan.image(key, name) for key, name in names.items())
         labels = np.array([image.label for image in images], np.int64)
-        rows = rows_within(files[number], labels, batch_size=least)
+        rows = most_rows(len(images), block_size) if block_size else 0
+        rows = rows_within(files[number][:rows], labels, batch_size=least)
         moved = sum(key in partition.moved for key in members)
         blocks.append(ReleasedBlock(images, labels, files[number][:rows], moved))
         partition = image_blocks.after_release(partition, number, min_images=task.min_images)
@@ -314,7 +316,7 @@ def _released(
         each = _released_groups(task, by_key, new[label], partition)
         partition = partition.after_release(frozenset(by_key), min_images=task.min_images)
         in_class = [[image for image in block.images if image.label == label] for block in blocks]
-        if is_in_blocks:
+        if block_size:
             each = replace(each, in_blocks=sum(map(len, in_class)))
         else:
             each = _with_classes_of_blocks(each, in_class)
@@ -322,7 +324,7 @@ def _released(
     dissolved = sum(
         len(group.images) for group in partition.groups.values() if group.name and not group.block
     )
-    return Grouping(classes, blocks if is_in_blocks else [], dissolved), partition
+    return Grouping(classes, blocks if block_size else [], dissolved), partition
 
 
 def _released_groups(
@@ -368,14 +370,14 @@ def _with_classes_of_blocks(
     )
 
 
-def _parts(partition: Partition, names: Mapping[int, str]) -> list[list[int]]:
-    """Return the groups of each block to be made of groups with these names, class after class."""
+def _parts(partition: Partition, names: Mapping[int, str], *, most: int) -> list[list[int]]:
+    """Return the groups of each block of about `most` images, class after class; `names` are the groups' classes."""
     groups = sorted(names, key=lambda number: (names[number], number))
     sizes = np.array([len(partition.groups[number].images) for number in groups])
     images = int(sizes.sum())
     if images < MIN_BLOCK_IMAGES:
         return []
-    parts = -(-images // MOST_IMAGES)
+    parts = -(-images // most)
     part_of = (np.cumsum(sizes) - sizes) * parts // images
     return [[groups[at] for at in np.flatnonzero(part_of == part)] for part in range(parts)]
 

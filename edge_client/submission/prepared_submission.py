@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.data.principal_prototypes import most_rows, principal_prototypes
+from edge_client.data.principal_prototypes import principal_prototypes
 from edge_client.data.prototype_averaging import average
 from edge_client.privacy.noise import subkey
 from edge_client.privacy.perturbation import MAX_FLOAT16, perturb_prototypes
@@ -291,10 +291,9 @@ def _class_prototypes(
 
 
 def _summed_up(workspace: Workspace, task: TaskManifest, block: ReleasedBlock) -> PrincipalPrototypes:
-    """Return the principal prototypes of a block in the task's layers, of which fewer values have fewer rows."""
-    features = np.concatenate([*workspace.training_features(task, block.images)])
-    rows = block.coefficients[: most_rows(*features.shape)]
-    summed_up = principal_prototypes(features, block.labels, rows)
+    """Return the principal prototypes of a block in the task's layers."""
+    features = workspace.training_matrix(task, block.images)
+    summed_up = principal_prototypes(features, block.labels, block.coefficients)
     _require_float16(task, summed_up.means, summed_up.labels)
     return summed_up
 
