@@ -19,6 +19,7 @@ from aggregator.algorithms.statistics.feature_map import FeatureMap, selected
 from aggregator.algorithms.statistics.noisy_ridge import Shortening
 from aggregator.graphs.head_export import head_to_onnx, max_difference
 from aggregator.intake.validation import Expectation, Prototypes, check_submission
+from aggregator.storage.heads import ADAPTER_MISSING
 from aggregator.training.jobs import (
     FEW_IMAGES,
     FEW_PROTOTYPES,
@@ -76,6 +77,8 @@ def run(job: HeadJob, workspace: Workspace) -> Result:
         "epochs": float(trained.epochs),
         "temperature": trained.temperature,
     }
+    if trained.adapter_missing:
+        figures[ADAPTER_MISSING] = 1.0
     features = np.zeros((len(data.values[:256]), job.feature_size), np.float32)
     features[:, columns] = data.values[:256]
     directions = directions_of(data) if job.has_novelty else None

@@ -11,7 +11,7 @@ from protocol.errors import ConfigError
 from protocol.models.onnx_metadata import BackboneMetadata
 from protofleet.simulation.dataset import Dataset
 
-LAST, RESIDUAL = "last", "residual"
+LAST, RESIDUAL, DEPTHWISE = "last", "residual", "depthwise"
 
 DEPTHWISE_PAIRS = 2
 """Pairs of neighboring depthwise blocks, the deepest ones, that are compared by default."""
@@ -67,7 +67,7 @@ def list_candidates(
         one, other = backbones[first], backbones[second]
         if one.weights_sha256 == other.weights_sha256 or bool(one.blocks) != bool(other.blocks):
             continue  # one network at two sizes, or features on two scales
-        for choice in layers or ([[LAST], [LAST, RESIDUAL]] if one.blocks else [[]]):
+        for choice in layers or ([[LAST], [LAST, RESIDUAL], [DEPTHWISE]] if one.blocks else [[]]):
             mine, theirs = (_blocks(each, choice) for each in (one, other))
             if mine is not None and theirs is not None:
                 pairs.append(_candidate(backbones, choice, ((first, mine), (second, theirs))))
@@ -84,21 +84,24 @@ def _usual(backbone: BackboneMetadata) -> list[list[str]]:
     names = [block.name for block in backbone.blocks]
     depthwise = [name for name in names if name[:1] == "c" and name[1:].isdigit()]
     pairs = list(itertools.pairwise(depthwise))[-DEPTHWISE_PAIRS:]
-    choices = [[LAST], [RESIDUAL], [LAST, RESIDUAL]]
+    choices = [[LAST], [RESIDUAL], [LAST, RESIDUAL], [DEPTHWISE]]
     choices += [[*before, *pair] for pair in pairs for before in ([], [RESIDUAL])]
-    return [each for each in choices if _blocks(backbone, each)] or [names]
+    found = dict[tuple[str, ...], list[str]]()
+    for choice in choices:
+        if blocks := _blocks(backbone, choice):
+            found.setdefault(blocks, choice)
+    return list(found.values()) or [names]
 
 
 def _blocks(backbone: BackboneMetadata, choice: Sequence[str]) -> tuple[str, ...] | None:
     """Return the names of the chosen blocks, in the file's order; None if the backbone has not all of them."""
     blocks = backbone.blocks or ()
     known = {block.name for block in blocks}
-    wanted = set(choice) - {RESIDUAL}
-    if RESIDUAL in choice:
-        residual = {block.name for block in blocks if block.residual}
-        if not residual:
-            return None
-        wanted |= residual
+    groups = {
+        RESIDUAL: {block.name for block in blocks if block.residual},
+        DEPTHWISE: {block.name for block in blocks if block.depthwise},
+    }
+    wanted = {name for each in choice for name in groups.get(each) or {each}}
     if not wanted <= known:
         return None
     return tuple(block.name for block in blocks if block.name in wanted)

@@ -101,12 +101,13 @@ def test_clients_without_images_do_not_count(digits: Features) -> None:
     assert result.accuracy > 0.9
 
 
-def test_roots_and_validation_images() -> None:
-    """Roots keep their sign; images held out for validation are training images."""
-    values = np.arange(-15_000, 5_000, dtype=np.float32)[:, None]
+@pytest.mark.parametrize(("images", "held_out"), [(20_000, VALIDATION), (400, 100)])
+def test_roots_and_validation_images(images: int, held_out: int) -> None:
+    """Roots keep their sign; images held out for validation are training images, at most a quarter of few."""
+    values = np.arange(-images // 2, images // 2, dtype=np.float32)[:, None]
     labels = np.arange(len(values))
     divided = prepared(Features(values, labels, values[:0], labels[:0]), root=True, validation=True)
-    assert len(divided.test_labels) == VALIDATION
+    assert len(divided.test_labels) == held_out
     assert set(divided.test_labels) | set(divided.train_labels) == set(labels)
     assert np.allclose(divided.train * np.abs(divided.train), values[divided.train_labels])
 

@@ -297,29 +297,36 @@ def test_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layers_are_compared_on_the_same_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Residual sums are the only informative ones here; PACS has its domains in one, with or without sketches."""
+    """The last depthwise activation of training images is the only informative one here.
+
+    PACS has its domains in one, with or without sketches.
+    """
     wanted = []
 
     def load(name: str, *, backbone: str, image_size: int, at_most: int | None) -> Features:
         wanted.append((name, backbone, image_size, at_most))
         made = domain(0, classes=3, images=90)
-        return made if backbone.endswith(":residual") else replace(made, train=0 * made.train)
+        blank = replace(made, test=0 * made.test)
+        return blank if backbone.endswith(":c960") else replace(blank, train=0 * made.train)
 
     monkeypatch.setattr(default_layers, "load_features", load)
     chosen = ("--data", "pacs_without_sketches", "--data", "usps", "--backbone", "mobilenetv2_100")
-    made = run(tmp_path, "layers", *chosen, "--images", "20", "--draws", "2")
+    options = (*chosen, "--images", "20", "--draws", "2")
+    made = run(tmp_path, "layers", *options)
     assert [(each["data"], each["image_size"]) for each in made["runs"]] == [
-        ("pacs_without_sketches", 96), ("pacs_without_sketches", 224), ("usps", 96),
+        ("pacs_without_sketches", 224), ("usps", 96),
     ]  # fmt: skip
     for each in made["runs"]:
-        last, residual, both = np.array(each["accuracies"]).T
-        assert (residual > 0.8).all()
-        assert (last < 0.5).all()
-        assert (last == both).all()  # the same draws
+        of = dict(zip(made["layers"], np.array(each["accuracies"]).T, strict=True))
+        assert (of["last depthwise"] > 0.8).all()
+        assert (of["last,residual"] < 0.5).all()
+        assert (of["last,residual"] == of["last three"]).all()  # the same draws
     assert ("usps", "mobilenetv2_100:last,residual", 96, default_layers.AT_MOST) in wanted
-    assert ("pacs_cartoon", "mobilenetv2_100", 224, None) in wanted
+    assert ("pacs_cartoon", "mobilenetv2_100:c384,c576,c960", 224, None) in wanted
     assert not any(name == "pacs_sketch" for name, *_ in wanted)
-    assert len(made["tables"][1]["rows"]) == 3
+    assert len(made["tables"][1]["rows"]) == 2
+    tested = run(tmp_path, "layers", *options[2:], "--test")
+    assert np.max(tested["runs"][0]["accuracies"]) < 0.5
 
 
 CLASSES, IMAGES = 3, 20

@@ -43,6 +43,7 @@ class TrainedHead:
         accuracy: of the head on the prototypes that it was made from.
         epochs: passes over the prototypes; 0 for a head in closed form.
         temperature: divisor of the logits that makes the probabilities of held-out prototypes most likely.
+        adapter_missing: an adapter would have been trained, but PyTorch is not installed.
     """
 
     layers: tuple[Dense, ...]
@@ -50,6 +51,7 @@ class TrainedHead:
     accuracy: float
     epochs: int
     temperature: float
+    adapter_missing: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class _Candidate:
     temperature: float = 1.0
     loss: float = math.nan
     """The loss on held-out prototypes; NaN if there are none."""
+    adapter_missing: bool = False
 
 
 class FedTC(OneShot, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -138,6 +141,7 @@ def train_head(
         accuracy=float((logits.argmax(axis=1) == data.labels).mean()),
         epochs=chosen.epochs,
         temperature=chosen.temperature,
+        adapter_missing=chosen.adapter_missing,
     )
 
 
@@ -165,19 +169,26 @@ def _choose(
     if regressions and len(rows) > 1:
         correct = (logits[:, rows].argmax(axis=2) == data.labels[rows]).sum(axis=1)
         chosen = _preferred([losses for _, losses in calibrated], correct, best)
+    adapter_missing = False
     if adapter is not None and first.sum() >= MIN_HELD_OUT:
-        trial, _ = adapter(data.part(~first))
-        rows = _even(data, first)
-        of_trial = np.empty_like(logits[0])
-        of_trial[first] = logits_of(trial, data.part(first).extrapolated())
-        temperature, losses = calibrate(of_trial[rows], data.labels[rows], common=common)
-        gain = calibrate(logits[best, rows], data.labels[rows], common=common)[1] - losses
-        if _is_lower(gain):
-            return _Candidate(*adapter(data), temperature=temperature, loss=float(losses.mean()))
+        try:
+            trial, _ = adapter(data.part(~first))
+            rows = _even(data, first)
+            of_trial = np.empty_like(logits[0])
+            of_trial[first] = logits_of(trial, data.part(first).extrapolated())
+            temperature, losses = calibrate(of_trial[rows], data.labels[rows], common=common)
+            gain = calibrate(logits[best, rows], data.labels[rows], common=common)[1] - losses
+            if _is_lower(gain):
+                return _Candidate(*adapter(data), temperature=temperature, loss=float(losses.mean()))
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            adapter_missing = True
     temperature, losses = calibrated[chosen]
     kind, share = divmod(chosen, len(SHARES))
     *_, layer = _discriminants(data, (SHARES[share],), regressions=kind > 0)
-    return _Candidate((layer,), temperature=temperature, loss=float(losses.mean()))
+    loss = float(losses.mean())
+    return _Candidate((layer,), temperature=temperature, loss=loss, adapter_missing=adapter_missing)
 
 
 def _preferred(losses: Sequence[NDArray[np.float32]], correct: NDArray[np.integer], best: int) -> int:
