@@ -21,7 +21,7 @@ from benchmarks.data.features import BACKBONES, cached_name
 from benchmarks.data.images import DataSet, Labeled
 from protofleet.simulation import rounds
 from protofleet.simulation.fleet import Features
-from research import published, restoration, statistics
+from research import blocks, published, restoration, statistics
 from research.__main__ import cli
 from research.cells import batches_of_cells
 from research.defaults import default_layers, drift, forecast, head_choice, novelty, own_classes
@@ -54,6 +54,16 @@ def run(folder: Path, *arguments: str) -> dict[str, Any]:
 def five_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     fill_cache(tmp_path, monkeypatch, {NAME: domain(1, classes=5, images=600)})
     return tmp_path
+
+
+def test_blocks(five_classes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Principal prototypes have fewer bytes than batches of the same fleets."""
+    fleet = blocks.Fleet(layers="", at_most=600, images=500, devices=4)
+    monkeypatch.setitem(blocks.FLEETS, "even", (fleet,))
+    made = run(five_classes, "blocks", "--fleets", "even", "--seed", "0")["runs"][0]
+    (batches,), (auto,) = made["batches"], made["auto"]
+    assert auto["bytes_up"] < batches["bytes_up"]
+    assert auto["images"] == batches["images"]
 
 
 def test_poisoning(five_classes: Path) -> None:
