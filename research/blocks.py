@@ -85,7 +85,7 @@ def command(
     for fleet in (each for name in names for each in FLEETS[name]):
         features = load_features(
             fleet.data,
-            backbone=f"{backbone}:{fleet.layers}",
+            backbone=":".join(filter(None, (backbone, fleet.layers))),
             image_size=fleet.image_size,
             at_most=fleet.at_most,
         )

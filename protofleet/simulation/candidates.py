@@ -26,7 +26,7 @@ class Candidate:
         parts: numbers of the backbones, each with the names of its blocks; none if it has one feature.
         columns: of these features among those of all backbones, (L,).
         widths: number of values of each backbone.
-        layers: number of values of each layer.
+        layers: number of values of each layer; empty for one.
         normalized: True if the backbones have normalized them.
     """
 
@@ -34,8 +34,8 @@ class Candidate:
     parts: tuple[tuple[int, tuple[str, ...]], ...]
     columns: NDArray[np.int64]
     widths: tuple[int, ...]
-    layers: tuple[int, ...]
     normalized: bool
+    layers: tuple[int, ...] = ()
 
     def of(self, data: Dataset) -> Dataset:
         """Return a dataset of these features alone."""
