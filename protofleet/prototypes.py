@@ -13,7 +13,7 @@ from edge_client.data.outlier_filter import closest_features
 from edge_client.data.principal_prototypes import coefficients, principal_prototypes
 from edge_client.data.prototype_averaging import average
 from protocol.errors import ConfigError
-from protocol.statistics.principal_prototypes import MAX_VALUES, MIN_BLOCK_IMAGES, MIN_GROUP_IMAGES
+from protocol.wire.principal_prototypes import MAX_VALUES, MIN_BLOCK_IMAGES, MIN_GROUP_IMAGES
 
 __all__ = ["Prototypes", "average_class", "batch_prototypes", "check_rows", "device_prototypes"]
 

@@ -24,9 +24,9 @@ from edge_client.storage.image_group_record import Block, Key, Partition
 from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
 from protocol.errors import BlobLost
 from protocol.log import event
-from protocol.statistics.principal_prototypes import MAX_VALUES, MIN_BLOCK_IMAGES, MIN_GROUP_IMAGES
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import TaskManifest
+from protocol.wire.principal_prototypes import MAX_VALUES, MIN_BLOCK_IMAGES, MIN_GROUP_IMAGES
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from edge_client.data.outlier_filter import closest_features
 from edge_client.data.principal_prototypes import coefficients, most_rows, principal_prototypes
-from protocol.statistics.principal_prototypes import MIN_GROUP_IMAGES, PrincipalPrototypes
+from protocol.wire.principal_prototypes import MIN_GROUP_IMAGES, PrincipalPrototypes
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition, share_out
 

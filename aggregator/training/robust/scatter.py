@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from aggregator.algorithms.fedtc.training_set import Arrays, Scatter, TrainingSet
 from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.weights import median_limit
-from protocol.statistics.principal_prototypes import PrincipalPrototypes, joined
+from protocol.wire.principal_prototypes import PrincipalPrototypes, joined
 
 
 def principal(part: Prototypes) -> PrincipalPrototypes:

@@ -32,7 +32,7 @@ from edge_client.submission.prepared_submission import PreparedSubmission
 from protocol.enrollment import read_enrollment
 from protocol.errors import ConfigError
 from protocol.mqtt.reconnecting_session import BrokerAddress
-from protocol.statistics.principal_prototypes import PrincipalPrototypes
+from protocol.wire.principal_prototypes import PrincipalPrototypes
 from protocol.wire.signing import public_key
 from tests.support.devices.device_bench import CONSTANT, HeadBench
 from tests.support.devices.device_factory import image_file, write_images
