@@ -17,6 +17,7 @@ from research.defaults import (
     default_layers,
     drift,
     forecast,
+    head_choice,
     novelty,
     own_classes,
 )
@@ -29,8 +30,8 @@ MODULES = (
     *(false_alarms, prototypes, rare_class, rounds, poisoned_statistics, directions, measurement, noisy_sums),
     sum_costs,
     *(fedpcl, fpl, published, statistics, step, tuning, flower_tuning, wire_rivals),
-    *(class_prior, own_classes, confidence, default_layers, drift, forecast, novelty, cells, hierarchical),
-    *(restoration, families, blocks, block_size, block_edits),
+    *(class_prior, own_classes, confidence, default_layers, drift, forecast, head_choice, novelty, cells),
+    *(hierarchical, restoration, families, blocks, block_size, block_edits),
 )
 
 

@@ -175,7 +175,7 @@ def store_head(
         few = ", ".join(f"{name} {number}" for name, number in result.few_prototypes.items())
         event(log, logging.WARNING, "few prototypes: add images or devices", head=job.version, classes=few)
     if ADAPTER_MISSING in record.metrics:
-        event(log, logging.WARNING, "the adapter was not tried", head=job.version, reason=NO_PYTORCH)
+        event(log, logging.INFO, "the adapter was not tried", head=job.version, reason=NO_PYTORCH)
     if record.limited:
         event(log, logging.INFO, "images limited", head=job.version, limits="; ".join(record.limited))
     return record

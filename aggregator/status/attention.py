@@ -3,8 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from aggregator.status.model import Attention, Device, Head, Quota, Quotas, Status
-from aggregator.storage.heads import ADAPTER_MISSING, NO_PYTORCH
+from aggregator.status.model import Attention, Device, Quota, Quotas, Status
 from protocol.cli import counted
 from protocol.wire.messages import DRIFT_LIMIT
 
@@ -59,17 +58,11 @@ def _of_training(status: Status) -> Iterator[Attention]:
             "error", "training failed", f"head {failed.version}, {times}: {failed.reason}; {again}"
         )
     for head in status.heads[-1:]:
-        yield from _of_head(head)
+        if head.warning:
+            yield Attention("warning", "outliers", f"of head {head.version}: {head.warning}")
     if (limit_s := status.rate_limited_until_s) is not None:
         text = f"no training before {_clock(limit_s)} (limits.heads_per_hour)"
         yield Attention("warning", "training limited", text)
-
-
-def _of_head(head: Head) -> Iterator[Attention]:
-    if head.warning:
-        yield Attention("warning", "outliers", f"of head {head.version}: {head.warning}")
-    if ADAPTER_MISSING in head.metrics:
-        yield Attention("warning", "adapter not tried", f"for head {head.version}: {NO_PYTORCH}")
 
 
 def _of_devices(status: Status) -> Iterator[Attention]:

@@ -29,7 +29,7 @@ from aggregator.status.model import (
     Status,
     Sums,
 )
-from aggregator.storage.heads import CALIBRATED_FROM
+from aggregator.storage.heads import ADAPTER_MISSING, CALIBRATED_FROM, NO_PYTORCH
 from aggregator.storage.open_store import open_store
 from aggregator.training.jobs import FEW_IMAGES, FEW_PROTOTYPES
 from protocol.cli import counted, plain
@@ -335,6 +335,8 @@ def _head(head: Head, unit: str) -> str:
     if before := head.metrics.get(CALIBRATED_FROM):
         images = head.metrics["calibration_images"]
         made_of = f"head {before:.0f}, calibrated on {images:.0f} held-out images: {made_of}"
+    if ADAPTER_MISSING in head.metrics:
+        made_of += f", adapter not tried ({NO_PYTORCH})"
     return f"head {head.version}{state}: {made_of}{accuracy}{reason}"
 
 

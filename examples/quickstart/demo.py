@@ -116,7 +116,7 @@ def _demo(
     )
     summary, usage = _run_fleet(folder, names, timeout_s=timeout_s, console=console)
     head, rounds = summary["heads"][-1], (summary["round"] or {"rounds": 0})["rounds"]
-    made = f"head trained on {head['prototypes']} prototypes in {head['metrics']['seconds']:.1f} s"
+    made = f"head trained on {summary['submissions']} submissions in {head['metrics']['seconds']:.1f} s"
     _print(console, f"{counted(rounds, 'round')} on the devices" if rounds else made)
     with console.status("comparing with other classifiers") as status:
         others = _compare(folder, names, status.update)

@@ -203,7 +203,7 @@ def _uploaded(result: Result) -> str:
     if result.rounds:
         when = f"in each of {result.rounds} rounds" if result.rounds > 1 else "in one round"
         return f"{when}: {size} of {_IN_ROUNDS.get(result.algorithm, 'averaged projections')}"
-    return f"in all: {size} of averaged features"
+    return f"in all: {size}"
 
 
 def _cost(result: Result) -> str:

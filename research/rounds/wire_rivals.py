@@ -55,7 +55,7 @@ STRENGTHS: Mapping[str, tuple[float, ...]] = MappingProxyType(
     }
 )
 """Ridges of heads of sums, and shrinkages."""
-SHRINKAGES = (0.03, 0.1, 0.3, 1.0, 3.0)
+SHRINKAGES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 """FedCOF's gamma, relative to the mean square of the means' values."""
 
 RIDGES, WIDTHS = (0.001, 0.01, 0.1, 1.0), (0.5, 1.0, 2.0)
@@ -83,7 +83,7 @@ def fedcof(fleet: Fleet, *, shrinkage: float, group: int = 0, layers: str = "") 
         away = mine - sums[label] / images.sum()
         covariance = (away * images[:, None]).T @ away / max(len(mine) - 1, 1)
         scatter += (images.sum() - 1) * (covariance + shrunk * np.eye(len(scatter)))
-    weight = np.linalg.solve(scatter, sums.T)
+    weight = ridge(scatter, sums.T, 0.0)
     weight /= np.linalg.norm(weight, axis=0)
     yield Point(
         setting=f"groups of {group}" if group else "class means",

@@ -15,6 +15,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from aggregator.algorithms.fedtc.recipe import RECIPES
+from aggregator.algorithms.fedtc.train_head import MIN_PROTOTYPES
 from aggregator.algorithms.hierarchical import Hierarchical
 from benchmarks.data.features import BACKBONES, cached_name
 from benchmarks.data.images import DataSet, Labeled
@@ -23,7 +24,7 @@ from protofleet.simulation.fleet import Features
 from research import blocks, published, restoration, statistics
 from research.__main__ import cli
 from research.cells import batches_of_cells
-from research.defaults import default_layers, drift, forecast, novelty, own_classes
+from research.defaults import default_layers, drift, forecast, head_choice, novelty, own_classes
 from research.defaults.class_prior import TRAINED_ON
 from research.poisoning.prototypes import METHODS
 from research.poisoning.rare_class import ATTACKS as RARE_CLASSES
@@ -270,6 +271,19 @@ def test_own_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert gains["own"] > 0
     assert gains["all"] > -0.01
+
+
+@pytest.mark.parametrize("option", ["--validation", "--leave-out"])
+def test_head_choice(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both heads are evaluated; that of 200 images is in closed form."""
+    made = features_of_digits(train=400, test=300)
+    monkeypatch.setattr(head_choice, "load_features", lambda *_args, **_options: made)
+    monkeypatch.setattr(head_choice, "ADAPTER", replace(head_choice.ADAPTER, min_steps=60))
+    monkeypatch.setitem(head_choice.CASES, "pacs", head_choice.Case("mnist", "", 200, partition="iid"))
+    (one,) = run(tmp_path, "head-choice", "--case", "pacs", "--seed", "0", option)["runs"]
+    assert 30 < one["prototypes"] < MIN_PROTOTYPES
+    assert min(one["closed form"], one["adapter"]) > 0.6
+    assert one["chosen"] == ("closed form" if option == "--validation" else None)
 
 
 def test_confidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

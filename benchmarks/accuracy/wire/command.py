@@ -96,7 +96,7 @@ def measure(
 
 
 _COLUMNS = {
-    "method": "<36", "setting": "<20", "uploads": ">8", "seeds": ">8", "top-1": ">8.2%", "front": ">6",
+    "method": "<40", "setting": "<24", "uploads": ">8", "seeds": ">8", "top-1": ">8.2%", "front": ">6",
     "MB up": ">9.2f",
 }  # fmt: skip
 

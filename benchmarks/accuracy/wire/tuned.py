@@ -36,7 +36,9 @@ TUNED: Mapping[tuple[str, str], Tuned] = MappingProxyType(
         (LIKE, ""): Tuned(Momentum(0.003), (3.0, 0.3)),
         (LIKE, "residual"): Tuned(Momentum(0.01), (1.0, 0.03)),
         (LIKE, "c384,c576"): Tuned(Momentum(0.01), (0.03, 0.1)),
-        (LIKE, DEFAULT): Tuned(Momentum(0.01), (0.03, 0.1), {"AFL": 0.003, "FedCGS": 0.03, "GH-LDA": 0.003}),
+        (LIKE, DEFAULT): Tuned(
+            Momentum(0.001, epochs=5), (0.1, 0.01), {"AFL": 0.003, "FedCGS": 0.03, "GH-LDA": 0.003}
+        ),
         ("pacs", DEFAULT): Tuned(Momentum(0.01), (3.0, 0.3), {"AFL": 0.1, "FedCGS": 0.3, "GH-LDA": 0.3}),
     }
 )

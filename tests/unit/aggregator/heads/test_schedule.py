@@ -232,6 +232,7 @@ def test_head_is_not_stored_once_a_member_is_forgotten(training: Schedule, task:
 def test_adapter_that_needs_pytorch_is_logged(
     training: Schedule, task: Task, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     _take(training, "ab")
     job, members = training._job, training.state.training
     assert isinstance(job, RoundJob)
