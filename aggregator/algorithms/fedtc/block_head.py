@@ -87,3 +87,21 @@ def temperature_of(logits: NDArray[np.float64]) -> float:
     """Return the temperature of a discriminant's logits, from those of the means of K classes (K, K)."""
     odds = float((np.diag(logits)[:, None] - logits).sum()) / max(len(logits) * (len(logits) - 1), 1)
     return float(np.clip(TEMPERATURE * np.sqrt(odds), *TEMPERATURES)) if odds > 0 else 1.0
+
+
+def temperature_of_means(data: TrainingSet, scatter: Scatter) -> float:
+    """Return the temperature of the logits of the nearest class mean.
+
+    At it the log-odds of two classes are those of normal images, in the median of all pairs.
+    Two logits whose means are a distance d apart differ by d^2 / 2 on average, with a variance v: the log-odds are the
+    difference times d^2 / v.
+    """
+    sums = sums_of(data, scatter)
+    means = sums.means[sums.images > 0]
+    first, second = np.triu_indices(len(means), k=1)
+    squares, variances = (
+        np.diag(products)[first] + np.diag(products)[second] - 2 * products[first, second]
+        for products in (means @ means.T, means @ sums.scatter @ means.T / sums.images.sum())
+    )
+    found = float(np.median(variances / np.maximum(squares, TINY))) if len(first) else 1.0
+    return float(np.clip(found, *TEMPERATURES))
