@@ -33,15 +33,14 @@ class Sums:
 
 def sums_of(data: TrainingSet, scatter: Scatter) -> Sums:
     """Return the sums of all devices: their scatters, and those of their means about the mean of each class."""
-    weights = np.ones(len(data.counts)) if data.weights is None else data.weights
-    images, size = data.counts * weights, data.values.shape[1]
-    of_class = np.bincount(data.labels, images, minlength=data.num_classes)
+    images, size = data.counted_images, data.values.shape[1]
+    of_class = np.bincount(data.labels, images, minlength=data.num_classes).astype(np.float64)
     means, products = data.means(images).astype(np.float64), np.zeros((size, size))
     for block in blocks(len(images)):
         away = data.values[block] - means[data.labels[block]]
         products += (away * images[block, None]).T @ away
     of_device = np.ones(len(scatter.diagonals))
-    of_device[data.device_numbers] = weights
+    of_device[data.device_numbers] = images / data.counts
     for block in blocks(len(scatter.rows)):
         rows = scatter.rows[block].astype(np.float64)
         products += (rows * of_device[scatter.devices[block], None]).T @ rows
