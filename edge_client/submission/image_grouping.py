@@ -63,7 +63,7 @@ class ReleasedBlock:
 
 @dataclass(frozen=True)
 class Grouping:
-    """What is released of a device's images: of each class, and in blocks, of which only tasks with blocks have any."""
+    """The images of a device that are released: of each class, and in blocks, which only tasks with blocks have."""
 
     classes: list[ReleasedImages]
     blocks: list[ReleasedBlock] = field(default_factory=list)
