@@ -350,7 +350,7 @@ def _released_groups(
     members = [(image, prototype_of[key]) for key, image in by_key.items() if key in prototype_of]
     members.sort(key=lambda member: member[0].relative)
     grouped = {key for key in by_key if key in partition.number_of}
-    waiting = len(grouped | set(new)) - sum(map(partition.in_block, grouped)) - len(members)
+    waiting = len(grouped | set(new)) - sum(map(partition.is_apart, grouped)) - len(members)
     waiting = waiting if grouped else 0
     awaiting = partition.awaiting(by_key)
     lost = frozenset[Key]().union(*map(partition.lost_by, awaiting))
