@@ -59,10 +59,11 @@ class Result:
     images: int
     """Averaged in the prototypes."""
     prototypes: int
+    """With principal prototypes, the means of classes on devices."""
     bytes_up: int
     """Bytes of all submissions, as encoded for the wire."""
     tensor_bytes: int
-    """Bytes of the prototypes among them."""
+    """Bytes of the values among them."""
     head_bytes: int
     """Bytes of the head's arrays."""
     epochs: int
@@ -137,7 +138,7 @@ def _trained(
         images=int(data.counts.sum()),
         prototypes=len(data.labels),
         bytes_up=0,
-        tensor_bytes=data.values.size,
+        tensor_bytes=data.values.size + (0 if data.scatter is None else data.scatter.size),
         head_bytes=sum(layer.nbytes for layer in trained.layers),
         epochs=trained.epochs,
         train_seconds=seconds,

@@ -119,7 +119,8 @@ def train_head(
     """Train a head on the prototypes of several devices (FedTC eq. 5), as the aggregator does.
 
     By the default recipe, principal prototypes make a linear discriminant. Of batches alone, cross-validation chooses
-    between it and an adapter, which needs torch. The same prototypes and seed give the same head on the CPU.
+    between it and an adapter, which needs torch: without torch there is none. The same prototypes and seed give the
+    same head on the CPU.
 
     Args:
         devices: what `device_prototypes` or `batch_prototypes` returned on each device, by its name, or as a sequence.
@@ -131,7 +132,7 @@ def train_head(
         on_progress: called with `prototypes`, and during the training of an adapter with `epoch`, `epochs` and `loss`.
 
     Raises:
-        RuntimeMissing: a package of the extra `aggregator` is not installed.
+        RuntimeMissing: a package of the extra `aggregator` is not installed, or of `train` for the recipe `paper`.
         ConfigError: there are no prototypes, prototypes of different lengths or not finite, labels that are no class,
             counts below 1, or another recipe.
         ProtofleetError: the prototypes cannot be trained on.

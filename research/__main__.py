@@ -8,8 +8,19 @@ import click
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from protocol.cli import run
-from research import cells, families, hierarchical, published, restoration, statistics
-from research.defaults import class_prior, confidence, default_layers, drift, forecast, novelty, own_classes
+from research import blocks, cells, families, hierarchical, published, restoration, statistics
+from research.defaults import (
+    block_edits,
+    block_size,
+    class_prior,
+    confidence,
+    default_layers,
+    drift,
+    forecast,
+    head_choice,
+    novelty,
+    own_classes,
+)
 from research.poisoning import false_alarms, prototypes, rare_class, rounds
 from research.poisoning import statistics as poisoned_statistics
 from research.privacy import directions, measurement, noisy_sums, sum_costs
@@ -19,8 +30,8 @@ MODULES = (
     *(false_alarms, prototypes, rare_class, rounds, poisoned_statistics, directions, measurement, noisy_sums),
     sum_costs,
     *(fedpcl, fpl, published, statistics, step, tuning, flower_tuning, wire_rivals),
-    *(class_prior, own_classes, confidence, default_layers, drift, forecast, novelty, cells, hierarchical),
-    *(restoration, families),
+    *(class_prior, own_classes, confidence, default_layers, drift, forecast, head_choice, novelty, cells),
+    *(hierarchical, restoration, families, blocks, block_size, block_edits),
 )
 
 

@@ -201,7 +201,7 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     recipe: Literal["default", "paper"] = "default"
     """`paper` trains the adapter by SGD over 200 epochs.
 
-    By default, cross-validation chooses a linear discriminant, a ridge regression or the adapter.
+    By default the head is a linear discriminant or a ridge regression, and of many prototypes the adapter.
     """
     calibrate: bool = True
     """A second version of each head, whose confidence is its accuracy. Devices download both."""

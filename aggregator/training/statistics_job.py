@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.novelty import class_directions
 from aggregator.algorithms.statistics.moments import WHOLE, Moments, add, class_means, factors, no_rows
-from aggregator.algorithms.statistics.ridge import TEMPERATURE, solve
+from aggregator.algorithms.statistics.ridge import solve
 from aggregator.graphs.head_export import map_to_onnx
 from aggregator.intake.validation import Expectation, Refused, check_statistics
 from aggregator.training.head_job import few_prototypes, write_checked
@@ -74,7 +74,7 @@ def run(job: StatisticsJob, workspace: Workspace) -> Result:
         "loss": ridge.error,
         "strength": ridge.strength,
         "degrees_of_freedom": ridge.degrees_of_freedom,
-        "temperature": TEMPERATURE,
+        "temperature": ridge.temperature,
     }
     seconds = time.perf_counter() - started_s
     random = np.random.default_rng(0).exponential(size=(256, job.feature_size)).astype(np.float32)

@@ -111,13 +111,17 @@ def load_features(
             layers=tuple(width for part in parts for width in part.layers or (part.train.shape[1],)),
         )
     name, _, layers = backbone.partition(":")
-    graph = backbone_file(backbone, image_size=image_size)
-    blocks = _block_names(graph) if layers else [""]
-    if precision == "int8":
-        graph = quantized_file(graph, data=data)
-    elif layers:
-        whole = backbone_file(f"{name}:all", image_size=image_size)
-        graph = whole if set(blocks) <= set(_block_names(whole)) else graph
+    if precision == "int8" or not layers:
+        graph = backbone_file(backbone, image_size=image_size)
+        blocks = _block_names(graph)
+        graph = quantized_file(graph, data=data) if precision == "int8" else graph
+    else:
+        graph = backbone_file(f"{name}:all", image_size=image_size)
+        known, blocks = _block_names(graph), [f"/{layer}" for layer in layers.split(",")]
+        if not set(blocks) <= set(known):  # a group, or a block that `all` leaves out
+            selected = backbone_file(backbone, image_size=image_size)
+            blocks = _block_names(selected)
+            graph = graph if set(blocks) <= set(known) else selected
     file = graph.parent / f"{cached_name(data, at_most)}.npz"
     if not file.is_file():
         _extract(data, open_backbone(graph), file, at_most=at_most)

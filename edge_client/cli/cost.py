@@ -65,6 +65,7 @@ def measure(*, data: Path, backbones: Sequence[Path], **options: Any) -> dict[st
             alpha=0.99,
             batch_size=5,
             min_images=2,
+            prototypes="auto",
         )
         store.set(CurrentTask(store.blobs.put(encode(manifest))))
         # Otherwise a first scan of new images would wait, which is no cost of a backbone.

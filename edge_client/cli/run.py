@@ -231,11 +231,12 @@ def _load_libraries() -> None:
 def _show_dry_run(prepared: "PreparedSubmission", size_bytes: int) -> None:
     for entry in prepared.classes:
         spans = " to ".join(map(str, sorted({min(entry.counts), max(entry.counts)}))) if entry.counts else ""
-        say(
-            f"{entry.name}: {counted(entry.images, 'image')}, {entry.held_out} held out; "
-            f"{counted(len(entry.counts), prepared.form)}"
-            + (f" of {spans} {'image' if spans == '1' else 'images'}" if spans else ", too few images")
+        in_rows = counted(len(entry.counts), prepared.form) + (
+            f" of {spans} {'image' if spans == '1' else 'images'}" if spans else ", too few images"
         )
+        parts = [in_rows] if entry.counts or not entry.in_blocks else []
+        parts += [f"{entry.in_blocks} in a block"] if entry.in_blocks else []
+        say(f"{entry.name}: {counted(entry.images, 'image')}, {entry.held_out} held out; {', '.join(parts)}")
     rows, size = prepared.prototypes.shape
     for name, tensor in prepared.tensors.items():
         if prepared.form.endswith("class sum"):
@@ -250,6 +251,11 @@ def _show_dry_run(prepared: "PreparedSubmission", size_bytes: int) -> None:
             f"epsilon {spent.epsilon:.3f} for this submission, {spent.total_epsilon:.3f} for all {spent.releases} "
             f"together, at delta {spent.delta:g}; an upload will have other noise"
         )
+    if (block := prepared.block) is not None:
+        means, directions = counted(len(block.means), "class mean"), counted(len(block.rows), "direction")
+        say(f"{counted(block.images, 'image')} in a block: {means} and {directions} of {size} values each")
+    if prepared.moved:
+        say(f"{counted(prepared.moved, 'image')} of the block would count in the class of an earlier upload")
     say(
         f"{counted(rows, prepared.form)} of {size} values each: {size_bytes} bytes "
         "would be uploaded; nothing was uploaded"

@@ -1,6 +1,7 @@
 """`edge-client status`, `take-over` and `make-key`: a device's state and key, read and changed by its operator."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +37,14 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
         wanted = [f"{entry['missing']} missing"] if entry["missing"] else []
         wanted += [f"{entry['more_needed']} more"] if entry["more_needed"] or not wanted else []
         pending = f"; {entry['waiting']} waiting for {' and '.join(wanted)}" if entry["waiting"] else ""
+        in_blocks = f"{entry['in_blocks']} in a block, " if entry["in_blocks"] else ""
+        unused = f"; {entry['unused']} left out with their block" if entry["unused"] else ""
         say(
             f"class      {entry['name']}: {counted(entry['images'], 'image')}, {entry['held_out']} held out, "
-            f"{counted(len(entry['counts']), report['form'])}{pending}"
+            f"{in_blocks}{counted(len(entry['counts']), report['form'])}{pending}{unused}"
         )
+    for line in _blocks(summary["report"]):
+        say(line)
     if (extraction := summary["extraction"]) is not None:
         speed = describe_speed(extraction["images_per_s"], extraction["left_s"]) if summary["running"] else ""
         say(f"features   {extraction['done']} of {extraction['total']} images{speed and f', {speed}'}")
@@ -55,6 +60,19 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
         say(f"{label:10} {summary[label]}")
     say(f"submission {_submission(summary)}")
     say(f"head       {_head(summary['head'], summary['task'])}")
+
+
+def _blocks(report: dict[str, Any] | None) -> Iterator[str]:
+    """Yield what went out in blocks, and what did before they were dissolved."""
+    report = report or {"classes": [], "moved": 0, "dissolved": 0}
+    counts = [entry["in_blocks"] for entry in report["classes"] if entry["in_blocks"]]
+    if counts:
+        means, rows = counted(len(counts), "class mean"), counted(report["directions"], "direction")
+        yield f"block      {counted(sum(counts), 'image')}: {means} and {rows}"
+    if moved := report["moved"]:
+        yield f"moved      {counted(moved, 'image')} of the block, counted in the class that they were uploaded in"
+    if dissolved := report["dissolved"]:
+        yield f"dissolved  a block of {counted(dissolved, 'image')}, which are in prototypes now"
 
 
 def _submission(summary: dict[str, Any]) -> str:

@@ -83,6 +83,8 @@ class ImageScan:
     """Folders or labels that are no class of the task, printable, the first ones with the class that may be meant."""
     skipped: Mapping[str, int] = field(default_factory=dict)
     """Number of files and folders that are not used, by reason; hidden ones are not counted."""
+    unknown_names: frozenset[str] = frozenset()
+    """The folders or labels in `unknown`, as `normal` returns them."""
 
 
 def scan_images(source: Path, classes: Sequence[str]) -> ImageScan:
@@ -96,7 +98,7 @@ def scan_images(source: Path, classes: Sequence[str]) -> ImageScan:
     Raises:
         ConfigError: the source, or none of a list's files, can be read.
     """
-    labels = {_normal(name): label for label, name in enumerate(classes)}
+    labels = {normal(name): label for label, name in enumerate(classes)}
     unknown: dict[str, str] = {}
     skipped: Counter[str] = Counter()
     try:
@@ -112,7 +114,8 @@ def scan_images(source: Path, classes: Sequence[str]) -> ImageScan:
     hints = {name: _hint(name, tuple(labels)) for name in itertools.islice(unknown, MOST_NAMED)}
     left_out = tuple(text + hints.get(name, "") for name, text in unknown.items())
     images = tuple(sorted(found, key=lambda image: image.relative))
-    return ImageScan(images, left_out, dict(skipped.most_common(MOST_NAMED)))
+    skipped_most = dict(skipped.most_common(MOST_NAMED))
+    return ImageScan(images, left_out, skipped_most, frozenset(map(normal, unknown)))
 
 
 def find_images(source: Path, classes: Sequence[str]) -> tuple[LabeledImage, ...]:
@@ -129,7 +132,7 @@ def class_folder(data: Path, name: str) -> Path:
     if name in {"", ".", ".."} or {"/", "\0"} & set(name):
         raise ConfigError(f"no folder can have the name of the class {name!r}: list the images in a CSV file")
     try:
-        folders = [each.name for each in data.iterdir() if _normal(each.name) == _normal(name)]
+        folders = [each.name for each in data.iterdir() if normal(each.name) == normal(name)]
     except OSError as error:
         raise ConfigError(f"{data} cannot be read: {error.strerror}") from error
     return data / min(folders, default=name)
@@ -193,7 +196,7 @@ def _in_folders(
     folders = [folder for folder in folders if not _skips_system(folder.name, skipped)]
     seen = {_place(source.stat()), *(_place(folder.stat()) for folder in folders)}
     for folder in folders:
-        label = labels.get(_normal(folder.name))
+        label = labels.get(normal(folder.name))
         if label is None:
             unknown[folder.name] = f"{folder.name!r}" + _deeper(folder, labels)
             continue
@@ -272,7 +275,7 @@ def _skips_system(name: str, skipped: Counter[str]) -> bool:
 def _deeper(folder: Path, labels: Mapping[str, int]) -> str:
     """Return the hint that the folders in one that is no class are classes; empty if they are not."""
     try:
-        names = {_normal(path.name) for path in itertools.islice(folder.iterdir(), MOST_LISTED)}
+        names = {normal(path.name) for path in itertools.islice(folder.iterdir(), MOST_LISTED)}
     except OSError:
         return ""
     return plain(f" (the classes are one folder deeper, in {folder})") if names & labels.keys() else ""
@@ -341,7 +344,7 @@ def _listed(
     missing: list[int] = []
     first_missing = Path()
     for line, relative, name in _rows(source):
-        label = labels.get(_normal(name))
+        label = labels.get(normal(name))
         if label is None:
             unknown.setdefault(name, f"{name!r} in line {line}")
             continue
@@ -424,7 +427,7 @@ def _hint(name: str, labels: tuple[str, ...]) -> str:
     return f" (did you mean {by_lower_case[close[0]]!r}?)" if close else ""
 
 
-def _normal(name: str) -> str:
+def normal(name: str) -> str:
     """Normalize accents, which some file systems decompose."""
     return unicodedata.normalize("NFC", name)
 

@@ -19,6 +19,9 @@ FIRST_IMAGES = 200
 VALUES_PER_ROW = 6
 """Values of a feature for each row, at least."""
 
+MOST_FEATURE_VALUES = 10_000_000
+"""Values of a block's features, about, which are in memory together: of more images, several blocks are made."""
+
 ROUNDS = 40
 """Times that deviations are shortened, at most."""
 
@@ -28,7 +31,7 @@ MARGIN = 0.95
 RANK_TOLERANCE = 1e-6
 """Least eigenvalue of a row, relative to the largest one: less is rounding."""
 
-IMAGES = 4096
+IMAGES = 1024
 """Images that are computed with at once."""
 
 
@@ -49,7 +52,8 @@ def coefficients(
     """Return the rows' coefficients on a block's images, (k, n); None if the features have fewer than k directions.
 
     They are the strongest eigenvectors of the scatter within classes. An image whose share would exceed the limit has
-    its deviation shortened before (at most ROUNDS times), and None is returned if that is not enough.
+    its deviation shortened before (at most ROUNDS times), and None is returned if that is not enough. The features are
+    overwritten, as nothing else takes memory in proportion to them.
 
     Args:
         features: (n, L), of all layers that the backbones give.
@@ -58,15 +62,18 @@ def coefficients(
         batch_size: the least number of images that a share is of, at most that of the smallest group.
         widths: the number of values of each layer; each is brought to the same scatter. Empty for one.
     """
-    deviations = features - _means(features, labels)[labels]
-    parts = np.split(deviations, np.cumsum(widths)[:-1], axis=1) if len(widths) > 1 else [deviations]
-    for part in parts:
-        part[:] = part / (np.sqrt((part**2).sum(dtype=np.float64)) or 1.0)
+    means, squares = _means(features, labels), np.zeros(features.shape[1])
+    for part in _parts(len(features)):
+        features[part] -= means[labels[part]]
+        squares += (features[part] ** 2).sum(axis=0, dtype=np.float64)
+    starts = np.cumsum([0, *widths[:-1]])
+    traces = np.repeat(np.add.reduceat(squares, starts), widths or [features.shape[1]])
+    features /= np.sqrt(np.where(traces > 0, traces, 1)).astype(np.float32)
     rows = most_rows(*features.shape)
     limits = _limits(labels, batch_size)
     factors = np.ones(len(features), np.float32)
     for _ in range(ROUNDS):
-        found = _strongest(deviations, factors, rows)
+        found = _strongest(features, factors, rows)
         if found is None:
             return None
         shares = np.stack([share(found, labels), share(found, groups)])
@@ -101,8 +108,7 @@ def share(coefficients: NDArray[np.float16], numbers: NDArray[np.integer]) -> ND
     means = _means(coefficients.T, numbers)
 
     def centered() -> Iterator[tuple[slice, NDArray[np.float64]]]:
-        for start in range(0, len(numbers), IMAGES):
-            block = slice(start, start + IMAGES)
+        for block in _parts(len(numbers)):
             yield block, coefficients[:, block].T.astype(np.float64) - means[numbers[block]]
 
     products = np.zeros((len(coefficients), len(coefficients)))
@@ -117,6 +123,28 @@ def share(coefficients: NDArray[np.float16], numbers: NDArray[np.integer]) -> ND
     return shares
 
 
+def basis(coefficients: NDArray[np.float16], numbers: NDArray[np.integer]) -> NDArray[np.float64]:
+    """Return orthonormal rows (at most k, n) of the span of rows (k, n) less their means over each number."""
+    rows = coefficients.astype(np.float64)
+    rows -= _means(rows.T, numbers).T[:, numbers]
+    _, sizes, axes = np.linalg.svd(rows, full_matrices=False)
+    return np.asarray(axes[sizes**2 > RANK_TOLERANCE * (sizes**2).max(initial=0)])
+
+
+def share_of_new(
+    vectors: NDArray[np.float64], axes: NDArray[np.float64], numbers: NDArray[np.integer]
+) -> NDArray[np.float64]:
+    """Return what new vectors (m, n) add to each image's share, (n,).
+
+    The share is that of combinations of rows with the basis `axes`, and of the sums over the images of each number.
+    """
+    new = vectors - _means(vectors.T, numbers).T[:, numbers]
+    new -= (new @ axes.T) @ axes
+    orthogonal, upper = np.linalg.qr(new.T)
+    orthogonal[:, np.abs(np.diag(upper)) <= np.sqrt(RANK_TOLERANCE)] = 0
+    return np.asarray((orthogonal**2).sum(axis=1))
+
+
 def principal_prototypes(
     features: NDArray[np.float32], labels: NDArray[np.integer], coefficients: NDArray[np.float16]
 ) -> PrincipalPrototypes:
@@ -129,13 +157,12 @@ def principal_prototypes(
     """
     classes, numbers = np.unique(labels, return_inverse=True)
     means = _means(features, numbers)
-    deviations = features - means[numbers].astype(np.float32)
     rows = np.zeros((len(coefficients), features.shape[1]))
     squares = np.zeros(features.shape[1])
-    for start in range(0, len(features), IMAGES):
-        part = deviations[start : start + IMAGES].astype(np.float64)
-        rows += coefficients[:, start : start + IMAGES].astype(np.float64) @ part
-        squares += (part**2).sum(axis=0)
+    for part in _parts(len(features)):
+        deviations = features[part] - means[numbers[part]]
+        rows += coefficients[:, part].astype(np.float64) @ deviations
+        squares += (deviations**2).sum(axis=0)
     return PrincipalPrototypes(
         means=means.astype(np.float32),
         labels=classes.astype(np.int64),
@@ -156,25 +183,35 @@ def _strongest(
 ) -> NDArray[np.float16] | None:
     """Return the coefficients (k, n) of the strongest directions of deviations (n, L) times factors (n,)."""
     images, size = deviations.shape
-    shortened = deviations * factors[:, None]
     if images <= size:
-        squares, vectors = np.linalg.eigh((shortened @ shortened.T).astype(np.float64))
+        products = (deviations @ deviations.T) * np.outer(factors, factors)
     else:
-        squares, axes = np.linalg.eigh((shortened.T @ shortened).astype(np.float64))
+        products = np.zeros((size, size), np.float32)
+        for part in _parts(images):
+            shortened = deviations[part] * factors[part, None]
+            products += shortened.T @ shortened
+    squares, vectors = np.linalg.eigh(products)
     if rows == 0 or squares[-rows] <= RANK_TOLERANCE * squares[-1]:
         return None
     strongest = slice(-1, -rows - 1, -1)
-    if images > size:
-        vectors = shortened @ (axes[:, strongest] / np.sqrt(squares[strongest])).astype(np.float32)
-        return np.asarray(vectors.T, np.float16)
-    return np.asarray(vectors[:, strongest].T, np.float16)
+    if images <= size:
+        return np.asarray(vectors[:, strongest].T, np.float16)
+    axes = vectors[:, strongest] / np.sqrt(squares[strongest])
+    found = np.empty((rows, images), np.float16)
+    for part in _parts(images):
+        found[:, part] = ((deviations[part] * factors[part, None]) @ axes).T
+    return found
 
 
 def _means(rows: NDArray[np.floating], numbers: NDArray[np.integer]) -> NDArray[np.float64]:
     """Return the mean of the rows (n, L) of each number, (max + 1, L)."""
     counts = np.bincount(numbers)
     sums = np.zeros((len(counts), rows.shape[1]))
-    for start in range(0, len(rows), IMAGES):
-        block = slice(start, start + IMAGES)
-        np.add.at(sums, numbers[block], rows[block].astype(np.float64))
+    for part in _parts(len(rows)):
+        np.add.at(sums, numbers[part], rows[part].astype(np.float64))
     return sums / np.maximum(counts, 1)[:, None]
+
+
+def _parts(images: int) -> list[slice]:
+    """Return parts of the images that are computed with at once."""
+    return [slice(start, start + IMAGES) for start in range(0, images, IMAGES)]

@@ -164,6 +164,7 @@ def _union(groups: Sequence[Group]) -> Group:
         _weight(groups),
         all(group.is_unmixed for group in groups),
         max(group.largest_min_images for group in groups),
+        name=max(group.name for group in groups),
     )
 
 

@@ -82,7 +82,7 @@ class BlobDownloads:
         used = {state.task, *(blob.digest for blob in state.required_blobs)}
         with store.keeping:
             facts = (store.get(StoredLocalModel), store.get(StoredInitialModel), store.get(CurrentRound))
-            used |= {fact.digest for fact in facts}
+            used |= {fact.digest for fact in facts} | store.image_groups.files()
             heads = store.get(Heads)
             for head in filter(None, (heads.installed, heads.previous)):
                 # Backbones too: the head of an earlier task stays in use until there is one of this task.

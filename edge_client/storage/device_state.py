@@ -77,6 +77,16 @@ CREATE TABLE missing_images (image BLOB PRIMARY KEY, since_s REAL NOT NULL) STRI
 CREATE TABLE trials (digest BLOB PRIMARY KEY, starts INTEGER NOT NULL, place INTEGER NOT NULL) STRICT;
 """
 
+_BLOCKS = """
+-- The block of a group, or 0, and of a group that is or was in a block, the class that its images are counted in.
+ALTER TABLE image_groups ADD COLUMN block INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE image_groups ADD COLUMN class TEXT NOT NULL DEFAULT '';
+-- The blob of the digest has the coefficients: float16 (k, n), in the order of the images' digests.
+CREATE TABLE blocks (number INTEGER PRIMARY KEY, batch_size INTEGER NOT NULL, digest BLOB NOT NULL) STRICT;
+-- Images of blocks that lie in another class than they are counted in.
+CREATE TABLE moved_images (image BLOB PRIMARY KEY, class TEXT NOT NULL) STRICT, WITHOUT ROWID;
+"""
+
 
 def default_device_id(folder: Path) -> str:
     """Return a stable name for this machine and state directory: host name and a short digest."""
@@ -125,7 +135,7 @@ class DeviceState:
         self._database = Database(
             file,
             program="edge-client",
-            migrations=(_SCHEMA,),
+            migrations=(_SCHEMA, _BLOCKS),
             read_only=read_only,
             lock=self._lock,
             holds_lock=lock,

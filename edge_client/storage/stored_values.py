@@ -106,7 +106,8 @@ class ClassReport(msgspec.Struct, frozen=True):
 
     `images` includes those held out; `waiting` images are new, or left of prototypes that lost an image, and are
     included once there are at least `more_needed` new ones beside them, or the `missing` images of these prototypes
-    have returned.
+    have returned. `in_blocks` are images of blocks, which are in none of these prototypes. `unused` ones are in blocks
+    that were left out: the task lacks a class of theirs or asks for more images of each, or an image is missing.
     """
 
     name: str
@@ -116,11 +117,13 @@ class ClassReport(msgspec.Struct, frozen=True):
     waiting: int = 0
     more_needed: int = 0
     missing: int = 0
+    in_blocks: int = 0
+    unused: int = 0
 
     @property
     def left_out(self) -> bool:
         """True if there are training images, but too few for any prototype."""
-        return self.images > self.held_out and not self.counts
+        return self.images > self.held_out and not self.counts and not self.in_blocks
 
 
 class ExtractionProgress(msgspec.Struct, frozen=True):
@@ -183,6 +186,12 @@ class SubmissionReport(msgspec.Struct, frozen=True):
     """The classes that have lost most of their images since an earlier submission; empty if none has."""
     is_private: bool = False
     """True if it was made under differential privacy: the report has exact numbers, for the device's owner only."""
+    directions: int = 0
+    """Rows of all blocks."""
+    moved: int = 0
+    """Images of blocks that are counted in a class in which they do not lie any more."""
+    dissolved: int = 0
+    """Images of blocks that were dissolved."""
 
     @property
     def labels(self) -> dict[str, int]:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import msgspec
+
 from edge_client.agent.events import BuildSubmission, SubmissionBuilt
 from edge_client.agent.state import UploadItem
 from edge_client.data.extraction import decode_suspects
@@ -49,6 +51,8 @@ from protocol.wire.messages import TaskManifest
 log = logging.getLogger(__name__)
 
 LOST_IMAGES = "class has lost images: restore them, or restart edge-client if they were removed on purpose"
+
+AWAITS_BLOCK = "images of a block are missing, and the last submission counts for a day: restore them"
 
 MAX_TASKS = 16
 """Tasks without rounds of which the newest submission's number and digest are stored."""
@@ -94,10 +98,7 @@ class SubmissionBuilder:
                 find_images = partial(self._workspace.find_images, build.manifest)
                 decode_suspects(find_images, self._workspace.cache, should_stop)
                 with self._workspace.run_task(build.manifest):
-                    prepared = self._prepare(build, should_stop)
-                    prepared = replace(prepared, lost_images=self._lost_images(build.task, prepared.classes))
-                    self._warn(build.manifest, prepared)
-                    item = self._put(build, prepared)
+                    item = self._build(build, should_stop)
         except StateError:
             raise
         except ProtofleetError as error:
@@ -114,6 +115,29 @@ class SubmissionBuilder:
                 no_images=isinstance(error, NoImages),
             )
         return SubmissionBuilt(build.task, item, number, retries=self._workspace.is_incomplete)
+
+    def _build(self, build: BuildSubmission, should_stop: Callable[[], bool]) -> UploadItem:
+        try:
+            prepared = self._prepare(build, should_stop)
+        except NoPrototype:
+            if (last := self._submission_with_block(build)) is None:
+                raise
+            return last
+        prepared = replace(prepared, lost_images=self._lost_images(build.task, prepared.classes))
+        self._warn(build.manifest, prepared)
+        return self._submission_with_block(build) or self._put(build, prepared)
+
+    def _submission_with_block(self, build: BuildSubmission) -> UploadItem | None:
+        """Return the last submission to the same task, which counts while a block awaits an image."""
+        last = self._store.outbox.newest_submission()
+        is_kept = self._workspace.awaits_block and build.round is None and not build.above
+        if not is_kept or self._show is not None or last is None or last.task != build.task:
+            return None
+        report = self._store.get(SubmissionReport)
+        if report.lost_images != AWAITS_BLOCK:
+            log.warning("%s", AWAITS_BLOCK)
+            self._store.set(msgspec.structs.replace(report, lost_images=AWAITS_BLOCK))
+        return last
 
     def _only_submission(self, build: BuildSubmission) -> UploadItem | None:
         """Return the submission to a task with a second operator, who opens one of each device."""
@@ -196,6 +220,8 @@ class SubmissionBuilder:
             task=build.task.hex()[:12],
             round=None if build.round is None else build.round.number,
             **{prepared.form.replace(" ", "_") + "s": len(prepared.counts)},
+            block_images=prepared.block and prepared.block.images,
+            directions=prepared.block and len(prepared.block.rows),
             images=sum(entry.images for entry in prepared.classes),
             loss=prepared.loss,
             epsilon=cost and cost.epsilon,
@@ -220,10 +246,10 @@ class SubmissionBuilder:
         before = dict(images) if known == task else {}
         if last is not None and last.task == task:
             for entry in self._store.get(SubmissionReport).classes:
-                if entry.counts:
+                if entry.counts or entry.in_blocks or entry.unused:
                     before.setdefault(entry.name, entry.images)
         now = {entry.name: entry.images for entry in classes}
-        used = {entry.name for entry in classes if entry.counts}
+        used = {entry.name for entry in classes if entry.counts or entry.in_blocks or entry.unused}
         lost = {
             name: most for name, most in before.items() if name not in used or 2 * now.get(name, 0) < most
         }
@@ -247,15 +273,22 @@ class SubmissionBuilder:
         for path, reason in prepared.unusable:
             warn("image omitted", path=path, reason=reason)
         for entry in prepared.classes:
-            if entry.left_out:
-                warn("class omitted, too few images", name=entry.name, images=entry.images)
-            if entry.waiting:
-                # A group of fewer images would reveal single ones.
-                text = "images held back, too few for a prototype"
-                if entry.missing:
-                    text = "images held back, others of the same prototype are missing: restore them"
-                more, missing = entry.more_needed, entry.missing or None
-                warn(text, name=entry.name, waiting=entry.waiting, more_needed=more, missing=missing)
+            _warn_of_class(entry, warn)
         for name in manifest.classes:
             if name not in used and is_folder(data / name):
                 warn("no usable image", folder=data / name)
+
+
+def _warn_of_class(entry: ClassReport, warn: Callable[..., None]) -> None:
+    missing = entry.missing or None
+    if entry.unused:
+        text = "images left out, their block does not suit the task, or awaits an image"
+        warn(text, name=entry.name, images=entry.unused, missing=missing)
+    elif entry.left_out:
+        warn("class omitted, too few images", name=entry.name, images=entry.images)
+    if entry.waiting:
+        # A group of fewer images would reveal single ones.
+        text = "images held back, too few for a prototype"
+        if missing:
+            text = "images held back, others of the same prototype are missing: restore them"
+        warn(text, name=entry.name, waiting=entry.waiting, more_needed=entry.more_needed, missing=missing)

@@ -80,6 +80,10 @@ class Workspace:
     """True if a later build may use images that the last one could not, although no file changes."""
     scanned: tuple[str, ...] | None = field(default=None, init=False)
     """The identities of the images that were found last, or the error with which that failed; None before the first."""
+    awaits_block: bool = field(default=False, init=False)
+    """True if the last build was made without a block that awaits an image."""
+    unknown_names: frozenset[str] = field(default=frozenset(), init=False)
+    """The folders or labels of the last scan that are no class of the task, as `normal` returns them."""
     replaced: dict[str, bytes] = field(default_factory=dict, init=False)
     """By relative paths, the digests of images in whose files extractions have found others, even if interrupted."""
     _being_written: frozenset[str] = field(default=frozenset(), init=False)
@@ -156,6 +160,7 @@ class Workspace:
             image.relative for image, complete in zip(scan.images, is_complete, strict=True) if not complete
         ]
         self.scanned, self._being_written = tuple(image.identity for image in images), frozenset(incomplete)
+        self.unknown_names = scan.unknown_names
         skipped = {BEING_WRITTEN: len(incomplete), **scan.skipped} if incomplete else scan.skipped
         before, now = self._left_out, LeftOut(scan.unknown, skipped, self._left_out.unusable)
         if now.unknown and now.unknown != before.unknown:
@@ -316,6 +321,16 @@ class Workspace:
         identities = [image.identity for image in images]
         for features in self.cache.chunks(identities, *training_feature_keys(manifest)):
             yield features[:, prototype_columns(manifest, features.shape[1])]
+
+    def training_matrix(self, manifest: TaskManifest, images: Sequence[LabeledImage]) -> NDArray[np.float32]:
+        """Return what `training_features` yields as one, float32 (n, D), which alone grows with n."""
+        made, done = np.empty((0, 0), np.float32), 0
+        for chunk in self.training_features(manifest, images):
+            if not done:
+                made = np.empty((len(images), chunk.shape[1]), np.float32)
+            made[done : done + len(chunk)] = chunk
+            done += len(chunk)
+        return made
 
     def features(self, images: Sequence[LabeledImage], keys: Sequence[str], size: int) -> NDArray[np.float32]:
         """Return the cached features of images, float32 (n, size)."""

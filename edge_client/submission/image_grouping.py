@@ -1,22 +1,39 @@
-"""The groups of images that submissions and rounds are made of."""
+"""The groups and blocks of images that submissions and rounds are made of."""
 
 import hmac
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import count, repeat
 
 import numpy as np
+from msgspec import UNSET
+from numpy.typing import NDArray
 
-from edge_client.data.images import LabeledImage
+from edge_client.data.images import LabeledImage, normal
 from edge_client.data.outlier_filter import closest_features
+from edge_client.data.principal_prototypes import MOST_FEATURE_VALUES, coefficients, most_rows, rows_within
+from edge_client.privacy import image_blocks
+from edge_client.privacy.image_blocks import Dissolved
 from edge_client.privacy.image_groups import more_needed, pack, regroup
-from edge_client.storage.image_group_record import Key, Partition
-from edge_client.submission.image_features import FoundImages, Workspace
+from edge_client.privacy.policy import is_private
+from edge_client.storage.disk_space import require_space
+from edge_client.storage.image_group_record import Block, Key, Partition
+from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
+from protocol.errors import BlobLost
+from protocol.log import event
+from protocol.statistics.principal_prototypes import MAX_VALUES, MIN_BLOCK_IMAGES, MIN_GROUP_IMAGES
+from protocol.wire.codec import digest_of
 from protocol.wire.messages import TaskManifest
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ReleasedImages:
-    """The images of one class that are released: those of whole groups."""
+    """The images of one class that are released outside of blocks: those of whole groups."""
 
     images: tuple[LabeledImage, ...]
     prototypes: tuple[int, ...]
@@ -26,90 +43,368 @@ class ReleasedImages:
     more_needed: int
     """New images that these need at least, beside the ones that there are; 0 if none waits for new images."""
     missing: int
-    """Images that are awaited, because others of their groups are waiting."""
+    """Images that are awaited, because others of their groups or blocks are waiting."""
+    in_blocks: int = 0
+    """Images of blocks that are counted in the class."""
+    unused: int = 0
+    """Images of blocks that do not suit the task."""
 
 
-def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -> list[ReleasedImages]:
-    """Group the training images, record the groups, and return the released images of each class.
+@dataclass(frozen=True, eq=False)
+class ReleasedBlock:
+    """A block that is released: its images, the class that each is counted in, and the rows' coefficients (k, n)."""
 
-    Images of the same pixels are one image, in the first of its classes. A dry run records nothing.
+    images: tuple[LabeledImage, ...]
+    labels: NDArray[np.int64]
+    coefficients: NDArray[np.float16]
+    moved: int
+    """Images that lie in another class than they are counted in."""
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """What is released of a device's images: of each class, and in blocks, of which only tasks with blocks have any."""
+
+    classes: list[ReleasedImages]
+    blocks: list[ReleasedBlock] = field(default_factory=list)
+    dissolved: int = 0
+    """Images in groups of blocks that were dissolved."""
+
+
+_Images = dict[Key, LabeledImage]
+
+
+def _block_size(workspace: Workspace, task: TaskManifest) -> int:
+    """Return the values of a task's principal prototypes; 0 if its submissions have none."""
+    is_plain = task.program is None and task.statistics is None and task.perturbation is None
+    if task.prototypes is UNSET or not is_plain or is_private(task):
+        return 0
+    size = sum(_widths(workspace, task))
+    size = sum(end - start for start, end in task.columns) if task.columns else size
+    return size if size <= MAX_VALUES else 0
+
+
+def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -> Grouping:
+    """Group the training images, record the groups, and return the released images of each class, and blocks.
+
+    Images of the same pixels are one image, in the first of its classes; one that is in a block stays in the class in
+    which it was counted, and a group of a dissolved block is in the class of most of its images. To a task without
+    blocks, a block's classes are prototypes. A dry run records nothing.
 
     Raises:
         ProtofleetError: a feature is not finite.
         StateError: the disk fails.
     """
-    by_label = distinct_images(workspace, task, found)
+    scan = _Scan(workspace, task, found)
     before, clock = workspace.store.image_groups.read(), workspace.store.clock
-    usable = {image.relative for image in found.usable}
-    replaced = {key for relative, key in workspace.replaced.items() if relative in usable}
-    partition = before.after_scan(frozenset().union(*by_label), now_s=clock.now_s(), replaced=replaced)
+    partition, lost = image_blocks.after_scan(
+        before, scan.places, seen=scan.seen(before), now_s=clock.now_s(), replaced=scan.replaced
+    )
+    for each in lost:
+        with suppress(BlobLost):
+            rows = _rows(workspace.store.blobs.read(each.block.digest), each.members)
+            partition = image_blocks.with_leftovers(partition, each, rows, scan.places.keys())
+    partition, files, damaged = _with_files(workspace, partition)
     workspace.is_incomplete |= bool(partition.awaited)
-    released: list[ReleasedImages] = []
+    by_label = scan.by_label(partition)
+    new = [_closest_new(workspace, task, by_key, partition) for by_key in by_label]
+    if _block_size(workspace, task):
+        partition, made = _with_new_blocks(workspace, task, by_label, new, partition)
+        files |= made
     for label, by_key in enumerate(by_label):
-        partition, new, more = _regroup(workspace, task, label, by_key, partition)
-        groups = partition.released(frozenset(by_key), min_images=task.min_images)
-        partition = partition.after_release(frozenset(by_key), min_images=task.min_images)
-        packed = pack(groups, batch_size=task.batch_size)
-        prototype_of = {key: number for number, group in enumerate(packed) for key in group}
-        members = [(image, prototype_of[key]) for key, image in by_key.items() if key in prototype_of]
-        members.sort(key=lambda member: member[0].relative)
-        was_grouped = any(key in partition.number_of for key in by_key)
-        waiting = sum(key in new or key in partition.number_of for key in by_key) - len(members)
-        waiting = waiting if was_grouped else 0
-        awaiting = frozenset[Key]().union(*(group.images for group in partition.awaiting(by_key)))
-        released.append(
-            ReleasedImages(
-                tuple(image for image, _ in members),
-                tuple(number for _, number in members),
-                waiting,
-                more if waiting > len(awaiting & by_key.keys()) else 0,
-                len(awaiting & partition.awaited),
-            )
-        )
+        partition = _regrouped(workspace, task, label, by_key, new[label], partition)
+    grouping, after = _released(workspace, task, scan, by_label, new, partition, files)
     if not workspace.dry_run:
-        workspace.store.image_groups.write(before, partition)
+        _record(workspace, before, after, files)
         clock.keep()
-    return released
+    for each in (*lost, *damaged):
+        text = "block dissolved into batches"
+        event(log, logging.WARNING, text, images=len(each.members), reason=each.reason)
+    return grouping
 
 
-def distinct_images(
-    workspace: Workspace, task: TaskManifest, found: FoundImages
-) -> list[dict[Key, LabeledImage]]:
+def distinct_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -> list[_Images]:
     """Return the training images of each class by the digests of their pixels; each is in the first of its classes."""
-    keys = workspace.cache.contents()
-    by_label: list[dict[Key, LabeledImage]] = []
-    taken: set[Key] = set()
-    for label in range(len(task.classes)):
-        training = found.for_training(label)
-        by_key = {keys[image.identity]: image for image in reversed(training) if image.identity in keys}
-        by_label.append({key: image for key, image in by_key.items() if key not in taken})
-        taken |= by_key.keys()
-    return by_label
+    return _Scan(workspace, task, found).by_label(Partition())
 
 
-def _regroup(
-    workspace: Workspace,
-    task: TaskManifest,
-    label: int,
-    by_key: dict[Key, LabeledImage],
-    partition: Partition,
-) -> tuple[Partition, set[Key], int]:
-    """Return the partition after a class has changed, its images that were in no group before, and `more_needed`."""
+class _Scan:
+    """The training images that were found, by the digests of their pixels."""
+
+    def __init__(self, workspace: Workspace, task: TaskManifest, found: FoundImages) -> None:
+        self._workspace, self._task = workspace, task
+        self._label_of = {name: label for label, name in enumerate(task.classes)}
+        keys = workspace.cache.contents()
+        self._images: dict[Key, dict[str, LabeledImage]] = {}
+        """The first image of each class with these pixels; classes in the order of the task's."""
+        for name, label in self._label_of.items():
+            for image in found.for_training(label):
+                if image.identity in keys:
+                    self._images.setdefault(keys[image.identity], {}).setdefault(name, image)
+        usable = {image.relative for image in found.usable}
+        self.replaced = {key for relative, key in workspace.replaced.items() if relative in usable}
+        self.places = {key: tuple(places) for key, places in self._images.items()}
+
+    def seen(self, partition: Partition) -> set[str]:
+        """Return the task's classes, and those of blocks that are no folder or label any more."""
+        unknown = self._workspace.unknown_names
+        names = {group.name for group in partition.groups.values()} | {*partition.moved.values()}
+        return {*self._task.classes, *(name for name in names if normal(name) not in unknown)}
+
+    def image(self, key: Key, name: str) -> LabeledImage:
+        """Return an image as one of a class, in which it may not lie."""
+        places = self._images[key]
+        image = places.get(name) or next(iter(places.values()))
+        return replace(image, label=self._label_of[name])
+
+    def by_label(self, partition: Partition) -> list[_Images]:
+        """Return the images of each class, each in one of them."""
+        fixed = image_blocks.places_of_groups(partition, self.places)
+        by_label: list[_Images] = [{} for _ in self._task.classes]
+        for key, places in self.places.items():
+            name = fixed.get(key, places[0])
+            by_label[self._label_of[name]][key] = self.image(key, name)
+        return by_label
+
+
+def _with_files(
+    workspace: Workspace, partition: Partition
+) -> tuple[Partition, dict[int, NDArray[np.float16]], list[Dissolved]]:
+    """Return the coefficients of blocks by their numbers; a block whose file is lost is dissolved."""
+    files: dict[int, NDArray[np.float16]] = {}
+    damaged: list[Dissolved] = []
+    for number, block in partition.blocks.items():
+        members = partition.members(number)
+        try:
+            content = workspace.store.blobs.read(block.digest)
+        except BlobLost as error:
+            partition = image_blocks.dissolved(partition, number)
+            damaged.append(Dissolved(block, members, str(error)))
+        else:
+            files[number] = _rows(content, members)
+    return partition, files, damaged
+
+
+def _record(
+    workspace: Workspace, before: Partition, after: Partition, files: Mapping[int, NDArray[np.float16]]
+) -> None:
+    store = workspace.store
+    with store.keeping:
+        for number in (each for each, block in after.blocks.items() if block != before.blocks.get(each)):
+            content = _packed(files[number])
+            require_space(store.folder, len(content), what="the coefficients of a block")
+            store.blobs.put(content)
+        store.image_groups.write(before, after)
+
+
+def _rows(content: bytes, members: Collection[Key]) -> NDArray[np.float16]:
+    return np.frombuffer(content, "<f2").reshape(-1, len(members))
+
+
+def _packed(rows: NDArray[np.float16]) -> bytes:
+    return rows.astype("<f2").tobytes()
+
+
+def _closest_new(
+    workspace: Workspace, task: TaskManifest, by_key: _Images, partition: Partition
+) -> list[Key]:
+    """Return the images of a class that were in no group before, and that the task's outlier filter keeps."""
     images = sorted(by_key.items(), key=lambda each: each[1].relative)
     new = [key for key, _ in images if key not in partition.number_of]
     if new and task.program is None:
         closest = _closest(workspace, task, [image for _, image in images])
         is_new = set(new)
         new = [key for (key, _), is_close in zip(images, closest, strict=True) if is_close and key in is_new]
-    # The groups are the same at every start until they are recorded. The shuffle depends on the secret: with known
-    # groups, several submissions could be solved for the sums of single ones.
+    return new
+
+
+def _dealer(workspace: Workspace, task: TaskManifest, label: int) -> np.random.Generator:
+    """Return what deals the images of a class.
+
+    The groups are the same at every start until they are recorded. The shuffle depends on the secret: with known
+    groups, several submissions could be solved for the sums of single ones.
+    """
     secret = workspace.secret(task)
     key = hmac.digest(secret, f"{task.seed}/{workspace.settings.device_id}/{label}".encode(), "sha256")
+    return np.random.default_rng(list(key))
+
+
+def _with_new_blocks(
+    workspace: Workspace,
+    task: TaskManifest,
+    by_label: Sequence[_Images],
+    new: Sequence[Sequence[Key]],
+    partition: Partition,
+) -> tuple[Partition, dict[int, NDArray[np.float16]]]:
+    """Return the partition with blocks of the new images, and their coefficients; as it was if there is none."""
+    keys, widths = training_feature_keys(task), _widths(workspace, task)
+    size, after = _least(task), partition
+    if sum(widths) > MAX_VALUES or sum(map(len, new)) < MIN_BLOCK_IMAGES:
+        return partition, {}
+    names: dict[int, str] = {}
+    for label, by_key in enumerate(by_label):
+        after, taken = image_blocks.regroup_for_block(
+            after,
+            frozenset(by_key),
+            new[label],
+            size=size,
+            min_images=task.min_images,
+            rng=_dealer(workspace, task, label),
+        )
+        names |= dict.fromkeys(taken, task.classes[label])
+    images = {key: image for by_key in by_label for key, image in by_key.items()}
+    files: dict[int, NDArray[np.float16]] = {}
+    for numbers in _parts(after, names, most=MOST_FEATURE_VALUES // sum(widths)):
+        members = sorted((key, number) for number in numbers for key in after.groups[number].images)
+        group_numbers = [number for _, number in members]
+        found = coefficients(
+            workspace.features([images[key] for key, _ in members], keys, sum(widths)),
+            np.unique([names[number] for number in group_numbers], return_inverse=True)[1],
+            np.unique(group_numbers, return_inverse=True)[1],
+            batch_size=size,
+            widths=widths,
+        )
+        if found is None:
+            return partition, {}
+        block = Block(size, digest_of(_packed(found)))
+        part_names = {number: names[number] for number in numbers}
+        after, number = image_blocks.with_block(after, part_names, block)
+        files[number] = found
+    return (after, files) if files else (partition, {})
+
+
+def _regrouped(
+    workspace: Workspace,
+    task: TaskManifest,
+    label: int,
+    by_key: _Images,
+    new: Sequence[Key],
+    partition: Partition,
+) -> Partition:
+    """Return the partition after a class has changed."""
+    return regroup(
+        partition,
+        frozenset(by_key),
+        [key for key in new if key not in partition.number_of],
+        batch_size=max(task.batch_size, task.min_images),
+        min_images=task.min_images,
+        rng=_dealer(workspace, task, label),
+    )
+
+
+def _released(
+    workspace: Workspace,
+    task: TaskManifest,
+    scan: _Scan,
+    by_label: Sequence[_Images],
+    new: Sequence[Sequence[Key]],
+    partition: Partition,
+    files: Mapping[int, NDArray[np.float16]],
+) -> tuple[Grouping, Partition]:
+    """Return what is released, and the partition that notes it."""
+    blocks: list[ReleasedBlock] = []
+    awaited, unused = Counter[str](), Counter[str]()
+    least, block_size = _least(task), _block_size(workspace, task)
+    workspace.awaits_block = False
+    for number in partition.blocks:
+        members = partition.members(number)
+        names = {key: partition.groups[group].name for key, group in members.items()}
+        suits = image_blocks.suits(partition, number, task.classes, least=least)
+        if not suits or not members.keys() <= scan.places.keys():
+            unused.update(name for key, name in names.items() if key in scan.places)
+            awaited.update(names[key] for key in partition.awaited & members.keys())
+            workspace.awaits_block |= suits and not partition.awaited.isdisjoint(members)
+            continue
+        images = tuple(scan.image(key, name) for key, name in names.items())
+        labels = np.array([image.label for image in images], np.int64)
+        rows = most_rows(len(images), block_size) if block_size else 0
+        rows = rows_within(files[number][:rows], labels, batch_size=least)
+        moved = sum(key in partition.moved for key in members)
+        blocks.append(ReleasedBlock(images, labels, files[number][:rows], moved))
+        partition = image_blocks.after_release(partition, number, min_images=task.min_images)
+    classes: list[ReleasedImages] = []
+    for label, (name, by_key) in enumerate(zip(task.classes, by_label, strict=True)):
+        each = _released_groups(task, by_key, new[label], partition)
+        partition = partition.after_release(frozenset(by_key), min_images=task.min_images)
+        in_class = [[image for image in block.images if image.label == label] for block in blocks]
+        if block_size:
+            each = replace(each, in_blocks=sum(map(len, in_class)))
+        else:
+            each = _with_classes_of_blocks(each, in_class)
+        classes.append(replace(each, missing=each.missing + awaited[name], unused=unused[name]))
+    dissolved = sum(
+        len(group.images) for group in partition.groups.values() if group.name and not group.block
+    )
+    return Grouping(classes, blocks if block_size else [], dissolved), partition
+
+
+def _released_groups(
+    task: TaskManifest, by_key: _Images, new: Sequence[Key], partition: Partition
+) -> ReleasedImages:
+    """Return the images of one class's groups that are released."""
     present, size = frozenset(by_key), max(task.batch_size, task.min_images)
-    rng = np.random.default_rng(list(key))
-    partition = regroup(partition, present, new, batch_size=size, min_images=task.min_images, rng=rng)
+    groups = partition.released(present, min_images=task.min_images)
+    prototype_of = {
+        key: number for number, group in enumerate(pack(groups, batch_size=task.batch_size)) for key in group
+    }
+    members = [(image, prototype_of[key]) for key, image in by_key.items() if key in prototype_of]
+    members.sort(key=lambda member: member[0].relative)
+    grouped = {key for key in by_key if key in partition.number_of}
+    waiting = len(grouped | set(new)) - sum(map(partition.in_block, grouped)) - len(members)
+    waiting = waiting if grouped else 0
+    awaiting = partition.awaiting(by_key)
+    lost = frozenset[Key]().union(*map(partition.lost_by, awaiting))
+    held_back = present & frozenset[Key]().union(*(group.images for group in awaiting))
     more = more_needed(partition, present, new, batch_size=size, min_images=task.min_images)
-    return partition, set(new), more
+    return ReleasedImages(
+        tuple(image for image, _ in members),
+        tuple(number for _, number in members),
+        waiting,
+        more if waiting > len(held_back) else 0,
+        len(lost),
+    )
+
+
+def _with_classes_of_blocks(
+    released: ReleasedImages, in_class: Sequence[Sequence[LabeledImage]]
+) -> ReleasedImages:
+    """Return the images with those of blocks, of each of which one class is one prototype."""
+    numbers = count(max(released.prototypes, default=-1) + 1)
+    members = [*zip(released.images, released.prototypes, strict=True)]
+    for images in filter(None, in_class):
+        members += zip(images, repeat(next(numbers)))
+    members.sort(key=lambda member: member[0].relative)
+    return replace(
+        released,
+        images=tuple(image for image, _ in members),
+        prototypes=tuple(number for _, number in members),
+    )
+
+
+def _parts(partition: Partition, names: Mapping[int, str], *, most: int) -> list[list[int]]:
+    """Return the groups of each block of about `most` images, class after class; `names` are the groups' classes."""
+    groups = sorted(names, key=lambda number: (names[number], number))
+    sizes = np.array([len(partition.groups[number].images) for number in groups])
+    images = int(sizes.sum())
+    if images < MIN_BLOCK_IMAGES:
+        return []
+    parts = -(-images // most)
+    part_of = (np.cumsum(sizes) - sizes) * parts // images
+    return [[groups[at] for at in np.flatnonzero(part_of == part)] for part in range(parts)]
+
+
+def _least(task: TaskManifest) -> int:
+    """Return the images that a group of a block, and a class in one, has at least."""
+    return max(MIN_GROUP_IMAGES, task.batch_size, task.min_images)
+
+
+def _widths(workspace: Workspace, task: TaskManifest) -> list[int]:
+    """Return the number of values of each layer of the task's backbones."""
+    widths: list[int] = []
+    for backbone in workspace.backbones(task):
+        facts = backbone.metadata
+        widths += [block.width for block in facts.blocks or ()] or [facts.feature_size]
+    return widths
 
 
 def _closest(workspace: Workspace, task: TaskManifest, images: Sequence[LabeledImage]) -> Sequence[bool]:

@@ -10,16 +10,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_client.data.principal_prototypes import principal_prototypes
 from edge_client.data.prototype_averaging import average
 from edge_client.privacy.noise import subkey
 from edge_client.privacy.perturbation import MAX_FLOAT16, perturb_prototypes
 from edge_client.privacy.policy import FAILED, is_private
 from edge_client.storage.stored_values import ClassReport, SubmissionForm, SubmissionReport
 from edge_client.submission.image_features import FoundImages, Workspace
-from edge_client.submission.image_grouping import ReleasedImages, group_images
+from edge_client.submission.image_grouping import ReleasedBlock, ReleasedImages, group_images
 from edge_client.training.local_round import LocalModel
 from protocol.cli import counted, plain
 from protocol.errors import PrivacyRefused, ProtofleetError
+from protocol.statistics.principal_prototypes import PrincipalPrototypes, joined
 from protocol.statistics.secure_sums import masked, sealed_mask, submission_context
 from protocol.wire.codec import digest_of, encode, to_array, to_tensor, to_unsigned
 from protocol.wire.messages import (
@@ -41,7 +43,9 @@ class NoPrototype(ProtofleetError):
 class PreparedSubmission:
     """A device's contribution: m prototypes float16 (m, L), their class indices (m,), and the images in each (m,).
 
-    Without rounds, prototypes are uploaded in one byte a value (`protocol.wire.quantization`).
+    Without rounds, prototypes are uploaded in one byte a value (`protocol.wire.quantization`). `block` has principal
+    prototypes of other images; then m may be 0. Of these, `moved` lie in other classes than they are counted in.
+    `dissolved` images are in groups of blocks that were dissolved.
 
     Of a task with statistics they are class sums int32 (p, D) or groups of images int8 (m, D). `tensors` are uploaded
     beside them: in rounds the changes, with class sums the second moment, and with noise also noisy counts. In rounds
@@ -62,14 +66,20 @@ class PreparedSubmission:
     warning: str = ""
     """A warning about the upload, for the device's owner; empty if there is none."""
     lost_images: str = ""
+    block: PrincipalPrototypes | None = None
+    moved: int = 0
+    dissolved: int = 0
     mask_key: bytes = field(default=b"", repr=False)
     """Secret, of this release only: masks are derived from it, if the task has a second operator."""
 
     @property
     def fingerprint(self) -> str:
-        """Return a digest that is equal for equal prototypes, labels, counts and tensors."""
+        """Return a digest that is equal for equal prototypes, labels, counts, tensors and blocks."""
         parts = [self.prototypes.tobytes(), self.labels.tobytes(), self.counts.tobytes()]
         parts += [self.tensors[name].data for name in sorted(self.tensors)]
+        if (block := self.block) is not None:
+            arrays = (block.means, block.labels, block.counts, block.rows, block.diagonal)
+            parts += [array.tobytes() for array in arrays]
         return digest_of(b"".join(map(digest_of, parts))).hex()
 
     def report(self, size_bytes: int) -> SubmissionReport:
@@ -77,28 +87,42 @@ class PreparedSubmission:
         unusable = tuple((plain(str(path)), plain(reason)) for path, reason in self.unusable)
         is_private = self.privacy is not None
         return SubmissionReport(
-            self.classes, unusable, size_bytes, self.form, self.warning, self.lost_images, is_private
+            *(self.classes, unusable, size_bytes, self.form, self.warning, self.lost_images, is_private),
+            directions=0 if self.block is None else len(self.block.rows),
+            moved=self.moved,
+            dissolved=self.dissolved,
         )
 
 
 def prepare_prototypes(workspace: Workspace, task: TaskManifest, found: FoundImages) -> PreparedSubmission:
-    """Filter, group and average the training images, and perturb the prototypes if the task asks for it.
+    """Filter, group and sum up the training images, and perturb the prototypes if the task asks for it.
 
     Raises:
         NoPrototype: no class has enough images.
         ProtofleetError: the features exceed float16.
         PrivacyRefused: the task perturbs prototypes, and there is no secret.
     """
-    released, secret = group_images(workspace, task, found), workspace.secret(task)
-    made = [_class_prototypes(workspace, task, label, each, secret) for label, each in enumerate(released)]
+    grouping, secret = group_images(workspace, task, found), workspace.secret(task)
+    made = [
+        _class_prototypes(workspace, task, label, each, secret) for label, each in enumerate(grouping.classes)
+    ]
     sizes = [counts for _, counts in made]
-    reports = class_reports(task, found, released, sizes)
+    reports = class_reports(task, found, grouping.classes, sizes)
+    block = (
+        joined([_summed_up(workspace, task, each) for each in grouping.blocks]) if grouping.blocks else None
+    )
+    values = [each for each, _ in made if len(each)]
+    if block is not None:
+        values.append(np.empty((0, block.means.shape[1]), np.float16))
     return PreparedSubmission(
-        prototypes=np.concatenate([values for values, _ in made if len(values)]),
+        prototypes=np.concatenate(values),
         labels=np.repeat(np.arange(len(sizes), dtype=np.uint32), list(map(len, sizes))),
         counts=np.concatenate(sizes),
         classes=reports,
         unusable=found.unusable,
+        block=block,
+        moved=sum(each.moved for each in grouping.blocks),
+        dissolved=grouping.dissolved,
     )
 
 
@@ -136,6 +160,8 @@ def class_reports(
             each.waiting,
             each.more_needed,
             each.missing,
+            each.in_blocks,
+            each.unused,
         )
         for label, (name, each, sizes) in enumerate(zip(task.classes, released, counts, strict=True))
         if (members := found.of_class(label))
@@ -145,7 +171,7 @@ def class_reports(
 
 
 def _require_prototype(task: TaskManifest, reports: Sequence[ClassReport], found: FoundImages) -> None:
-    if any(report.counts for report in reports):
+    if any(report.counts or report.in_blocks for report in reports):
         return
     if not reports:
         path, reason = found.unusable[0]
@@ -199,7 +225,7 @@ def encode_submission(
     if private != (prepared.privacy is not None) or (private and prepared.loss is not None):
         raise PrivacyRefused(FAILED)
     if manifest.program is None and manifest.statistics is None:
-        fields = prototype_fields(prepared.prototypes)
+        fields = prototype_fields(prepared.prototypes, prepared.block)
     else:
         fields = {"prototypes": to_tensor(prepared.prototypes), "tensors": dict(prepared.tensors)}
     operator, counts = manifest.second_operator, prepared.counts
@@ -259,8 +285,21 @@ def _class_prototypes(
     values, counts = average(
         lambda: workspace.training_features(task, released.images), np.array(released.prototypes, np.intp)
     )
-    if values.size and not np.abs(values).max() <= MAX_FLOAT16:
-        name = task.classes[label]
-        raise ProtofleetError(f"features of class {name!r} exceed float16: the backbone cannot be used")
+    _require_float16(task, values, np.full(len(values), label))
     labels = np.full(len(counts), label, np.uint32)
     return outgoing_prototypes(values, labels, task=task, secret=secret), counts
+
+
+def _summed_up(workspace: Workspace, task: TaskManifest, block: ReleasedBlock) -> PrincipalPrototypes:
+    """Return the principal prototypes of a block in the task's layers."""
+    features = workspace.training_matrix(task, block.images)
+    summed_up = principal_prototypes(features, block.labels, block.coefficients)
+    _require_float16(task, summed_up.means, summed_up.labels)
+    return summed_up
+
+
+def _require_float16(task: TaskManifest, values: NDArray[np.float32], labels: NDArray[np.integer]) -> None:
+    """Raise ProtofleetError if values (n, L) exceed float16; the error names the class of the first such row."""
+    for row in np.flatnonzero(~(np.abs(values).max(axis=1, initial=0) <= MAX_FLOAT16))[:1]:
+        name = task.classes[labels[row]]
+        raise ProtofleetError(f"features of class {name!r} exceed float16: the backbone cannot be used")

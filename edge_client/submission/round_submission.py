@@ -69,7 +69,7 @@ class RoundTraining:
             Interrupted: `should_stop` returned True.
             NoPrototype: no class has enough images.
         """
-        released = group_images(self._workspace, manifest, found)
+        released = group_images(self._workspace, manifest, found).classes
         images = sorted(
             (image for of_class in released for image in of_class.images), key=lambda image: image.relative
         )

@@ -39,7 +39,7 @@ def prepare_statistics(
         Diverged: the map gives NaN or infinity.
         Interrupted: `should_stop` returned True.
     """
-    released = group_images(workspace, task, found)
+    released = group_images(workspace, task, found).classes
     images = sum(len(each.images) for each in released)
     mapped = _MappedFeatures(workspace, task, wanted, should_stop, images=images)
     try:

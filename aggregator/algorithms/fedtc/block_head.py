@@ -79,7 +79,11 @@ def block_head(sums: Sums, common: NDArray[np.bool_]) -> tuple[Dense, float]:
     shrinkage = np.where(is_common, 1.0, true_lengths / np.maximum(lengths, TINY))
     directions *= shrinkage[:, None]
     constants = -shrinkage * true_lengths / 2
-    logits = means @ directions.T + constants
-    odds = float((np.diag(logits)[:, None] - logits).sum()) / max(len(means) * (len(means) - 1), 1)
-    temperature = float(np.clip(TEMPERATURE * np.sqrt(odds), *TEMPERATURES)) if odds > 0 else 1.0
+    temperature = temperature_of(means @ directions.T + constants)
     return head_of_present(directions, constants, middle, present), temperature
+
+
+def temperature_of(logits: NDArray[np.float64]) -> float:
+    """Return the temperature of a discriminant's logits, from those of the means of K classes (K, K)."""
+    odds = float((np.diag(logits)[:, None] - logits).sum()) / max(len(logits) * (len(logits) - 1), 1)
+    return float(np.clip(TEMPERATURE * np.sqrt(odds), *TEMPERATURES)) if odds > 0 else 1.0

@@ -118,6 +118,11 @@ class Scatter:
     devices: NDArray[np.intp]
     diagonals: NDArray[np.float32]
 
+    @property
+    def size(self) -> int:
+        """The number of values."""
+        return self.rows.size + self.diagonals.size
+
     def of(self, device: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return a device's rows and its diagonal."""
         return self.rows[slice(*np.searchsorted(self.devices, (device, device + 1)))], self.diagonals[device]

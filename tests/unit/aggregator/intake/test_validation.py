@@ -21,8 +21,7 @@ from aggregator.intake.validation import (
     count_rows,
     read_message,
 )
-from protocol.statistics.principal_prototypes import PrincipalPrototypes
-from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
+from protocol.wire.codec import encode, to_tensor, to_unsigned
 from protocol.wire.messages import (
     MAX_IMAGES,
     Confused,
@@ -34,7 +33,6 @@ from protocol.wire.messages import (
     Submission,
     Tensor,
 )
-from protocol.wire.quantization import prototype_fields
 from tests.support.messages.evaluations import binned
 from tests.support.messages.statistics import (
     GROUPS_EXPECTATION,
@@ -44,10 +42,13 @@ from tests.support.messages.statistics import (
     sums_of,
 )
 from tests.support.messages.submissions import (
+    BLOCK,
+    BLOCKS_EXPECTATION,
     EXPECTATION,
     FEATURE_SIZE,
     MANIFEST,
     ROUNDS_EXPECTATION,
+    block_submission,
     evaluation,
     round_submission,
     submission,
@@ -182,27 +183,11 @@ REFUSED_IN_ROUNDS: dict[str, tuple[Submission, str, str]] = {
     "integer tensor": (_tensors(bias=_integers(0, 0, 0, 0)), "dtype", "bias of kind 'f2', got u1"),
     "NaN tensor": (_tensors(bias=_full(NAN, 4)), "not_finite", "bias holds NaN"),
 }
-BLOCKS_MANIFEST = msgspec.structs.replace(EXPECTATION.manifest, prototypes="auto")
-BLOCKS_EXPECTATION = Expectation(digest_of(encode(BLOCKS_MANIFEST)), BLOCKS_MANIFEST, FEATURE_SIZE)
-_BLOCK = PrincipalPrototypes(
-    means=np.arange(2 * FEATURE_SIZE, dtype=np.float32).reshape(2, FEATURE_SIZE),
-    labels=np.array([0, 2]),
-    counts=np.array([20, 40]),
-    rows=np.eye(3, FEATURE_SIZE, dtype=np.float32) * 9,
-    diagonal=np.ones(FEATURE_SIZE, np.float32),
-)
 
 
 def _block(**changes: Tensor) -> Submission:
     """Return a submission of a block alone, with some of its tensors replaced."""
-    made = Submission(
-        task=BLOCKS_EXPECTATION.task,
-        sequence=1,
-        labels=_integers(),
-        counts=_integers(),
-        images=60,
-        **prototype_fields(np.zeros((0, FEATURE_SIZE), np.float16), _BLOCK),
-    )
+    made = block_submission()
     return msgspec.structs.replace(made, block=msgspec.structs.replace(made.block, **changes))
 
 
@@ -257,7 +242,7 @@ def test_valid_block_becomes_arrays() -> None:
     taken = check_submission(message, BLOCKS_EXPECTATION)
     assert taken.block is not None
     for name in ("means", "labels", "counts", "rows", "diagonal"):
-        np.testing.assert_allclose(getattr(taken.block, name), getattr(_BLOCK, name), atol=0.1, err_msg=name)
+        np.testing.assert_allclose(getattr(taken.block, name), getattr(BLOCK, name), atol=0.1, err_msg=name)
     assert not len(taken.values)
     assert count_rows(message, BLOCKS_EXPECTATION) == {0: 20, 2: 40}
 

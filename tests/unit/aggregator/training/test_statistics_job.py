@@ -18,6 +18,7 @@ from aggregator.intake.validation import Expectation, Prototypes, Refused
 from aggregator.storage.blobs import FolderBlobs
 from aggregator.training import statistics_job as job_module
 from aggregator.training.jobs import Result, StatisticsJob, Workspace
+from aggregator.training.robust import outlier_detection
 from aggregator.training.robust.outlier_statistics import DeviceSummary, summarized
 from aggregator.training.robust.weights import Counting, counted_images, counted_scatter
 from aggregator.training.statistics_job import added, cohorts_of, run, weighted
@@ -264,7 +265,7 @@ def test_each_submission_is_added_once(tmp_path: Path, monkeypatch: pytest.Monke
 
     Of a class, less of the large device counts than of its scatter.
     """
-    monkeypatch.setattr(job_module, "COHORT", cohort)
+    monkeypatch.setattr(outlier_detection, "COHORT", cohort)
     reads = Counter[str]()
     read = FolderBlobs.read
 
@@ -305,7 +306,7 @@ def test_each_submission_is_added_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_what_is_kept_of_devices_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The summaries of one cohort, whatever the number of devices; an outlier is found in its cohort."""
-    monkeypatch.setattr(job_module, "COHORT", 8)
+    monkeypatch.setattr(outlier_detection, "COHORT", 8)
     kept, most = WeakSet[DeviceSummary](), 0
 
     def watched(part: Prototypes) -> DeviceSummary:

@@ -33,8 +33,9 @@ DECISIONS: dict[type[Any], dict[str, str]] = {
         "v": "constant", "task": "no image", "sequence": "time of the submission", "prototypes": "noisy",
         "labels": "constant", "counts": "noisy", "images": "noisy", "omitted_classes": "empty", "round": "zero",
         "tensors": "noisy", "loss": "none", "privacy": "no image",
-        "mask": "random",
+        "mask": "random", "block": "none",
     },
+    messages.Block: dict.fromkeys(["means", "labels", "counts", "rows", "diagonal", "scales"], "none"),
     Privacy: dict.fromkeys(["epsilon", "total_epsilon", "delta", "releases"], "no image"),
     Evaluation: {
         "v": "constant", "task": "no image", "head_version": "no image", "correct": "zeros", "incorrect": "zeros",

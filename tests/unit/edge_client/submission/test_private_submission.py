@@ -37,7 +37,7 @@ from tests.support.devices.worker_benches import PUBLIC_MAP, SIZE, WANTED, Priva
 from tests.support.messages.every_type import SAMPLES
 from tests.unit.protocol.statistics.test_gaussian_privacy import closed_form
 
-(SUBMISSION,) = (
+SUBMISSION = next(
     msgspec.structs.replace(each, privacy=None) for each in SAMPLES if isinstance(each, Submission)
 )
 WITHIN = Privacy(epsilon=0.5, total_epsilon=0.9, delta=1e-5, releases=2)

@@ -322,7 +322,7 @@ def test_images_of_a_class_that_is_split_are_shown_as_waiting(tmp_path: Path) ->
         device.upload(batch_size=4, min_images=4)
     manifest = make_manifest(batch_size=4, min_images=4)
     found = device.workspace.extract(manifest, should_stop=lambda: False)
-    released = group_images(device.workspace, manifest, found)
+    released = group_images(device.workspace, manifest, found).classes
     assert [(each.waiting, each.more_needed) for each in released] == [(5, 1), (4, 2)]
 
 
