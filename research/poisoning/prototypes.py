@@ -25,7 +25,7 @@ from benchmarks.data.images import NAMES
 from benchmarks.fleets import Settings, accuracy_of, fleet_prototypes
 from benchmarks.options import repeated, selected
 from benchmarks.report import Table, json_option, write_json
-from protocol.statistics.principal_prototypes import PrincipalPrototypes
+from protocol.wire.principal_prototypes import PrincipalPrototypes
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition
 from research.poisoning.data_options import DataOptions, data_options

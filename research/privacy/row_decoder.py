@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.statistics.principal_prototypes import IMAGES_PER_ROW
+from protocol.wire.principal_prototypes import IMAGES_PER_ROW
 from research.privacy.decoder import as_values, decode, train_decoder
 from research.privacy.explained import STRENGTHS, ridges
 from research.privacy.leakage import best_ssim, study

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from benchmarks.data.features import load_features
 from benchmarks.data.images import load_data, sample
 from edge_client.data.principal_prototypes import coefficients, principal_prototypes
-from protocol.statistics.principal_prototypes import MIN_GROUP_IMAGES, PrincipalPrototypes
 from protocol.wire.codec import to_array
+from protocol.wire.principal_prototypes import MIN_GROUP_IMAGES, PrincipalPrototypes
 from protocol.wire.quantization import RANGE, dequantized_block, prototype_fields
 from research.privacy.leakage import Release
 

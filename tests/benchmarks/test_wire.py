@@ -34,7 +34,11 @@ def test_bytes_are_those_of_encoded_messages_and_stored_runs_are_not_repeated(
     fill_cache(tmp_path, monkeypatch, {"fashion_mnist": domain(0, classes=10, images=2400)})
     linear = dataclasses.replace(RECIPES["default"], adapter=False)
     monkeypatch.setattr(
-        Fleet, "settings", lambda _, *, batch: fleets.Settings(batch_size=batch, recipe=linear)
+        Fleet,
+        "settings",
+        lambda _, *, batch, prototypes="batches": fleets.Settings(
+            batch_size=batch, prototypes=prototypes, recipe=linear
+        ),
     )
     file = tmp_path / "wire.json"
     first = _wire(file, "--seed", "0", "--method", LINEAR)
@@ -44,14 +48,15 @@ def test_bytes_are_those_of_encoded_messages_and_stored_runs_are_not_repeated(
 
     report = _wire(
         *(file, "--seed", "0", "--resume", str(file)),
-        *(f"--method={name}" for name in (LINEAR, BYTES, "all features")),
+        *(f"--method={name}" for name in (LINEAR, BYTES, "FedTC", "all features")),
     )
 
     assert report["runs"][:5] == first["runs"]
     sizes = {(run["method"], run["setting"]): run["bytes_up"] for run in report["runs"]}
     assert 2400 * 12 / 5 < sizes[BYTES, "B 5"] < 2400 * 12
+    assert sizes["FedTC", "auto"] < sizes[BYTES, "B 5"]
     assert sizes["all features", ""] == 2400 * 12 * 4
-    assert set(report["plots"][0]["series"]) == {LINEAR, BYTES, "all features"}
+    assert set(report["plots"][0]["series"]) == {LINEAR, BYTES, "FedTC", "all features"}
     rows = report["tables"][0]["rows"]
     assert len(rows) == len(report["runs"])
     assert [float(row[-1]) for row in rows] == sorted(float(row[-1]) for row in rows)

@@ -41,7 +41,7 @@ def rows_of(features: Features) -> Features:
 
 @dataclass(frozen=True)
 class Sums:
-    """What the server has when it has added up the devices' sums."""
+    """The server's sums over all devices."""
 
     square: Array
     """Of the products of values, (D, D)."""
