@@ -41,7 +41,7 @@ def rows_of(features: Features) -> Features:
 
 @dataclass(frozen=True)
 class Sums:
-    """What the server has when it has added up the devices' sums."""
+    """The sums of all devices' rows."""
 
     square: Array
     """Of the products of values, (D, D)."""
