@@ -90,7 +90,7 @@ def command(
             at_most=fleet.at_most,
         )
         settings = Settings(clients=fleet.devices, max_multiple=max_multiple)
-        found = {
+        found: dict[str, list[dict[str, Any]]] = {
             kind: list(_runs(features, fleet, replace(settings, prototypes=kind), seeds)) for kind in KINDS
         }
         runs.append({**asdict(fleet), **found})

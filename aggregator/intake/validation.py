@@ -10,12 +10,6 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from protocol.errors import MalformedMessage, ProtofleetError, VersionMismatch
-from protocol.statistics.principal_prototypes import (
-    IMAGES_PER_ROW,
-    MIN_BLOCK_IMAGES,
-    MIN_GROUP_IMAGES,
-    PrincipalPrototypes,
-)
 from protocol.statistics.second_moment import MAX_VALUE, triangle_size
 from protocol.wire.codec import decode, message_kind, to_array
 from protocol.wire.messages import (
@@ -26,6 +20,12 @@ from protocol.wire.messages import (
     Submission,
     TaskManifest,
     Tensor,
+)
+from protocol.wire.principal_prototypes import (
+    IMAGES_PER_ROW,
+    MIN_BLOCK_IMAGES,
+    MIN_GROUP_IMAGES,
+    PrincipalPrototypes,
 )
 from protocol.wire.quantization import LIMITS, RANGE, dequantize, dequantized_block, exact_range
 

@@ -4,17 +4,16 @@ import difflib
 import itertools
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
 from aggregator.algorithms.algorithm import OneShot
-from aggregator.algorithms.fedncm import FedNCM
-from aggregator.algorithms.fedtc.train_head import FedTC
+from aggregator.algorithms.registry import find_algorithm
 from aggregator.algorithms.statistics.feature_map import FeatureMap, selected
 from aggregator.algorithms.tensors import pack_tensors
 from aggregator.config.schema import SumsSettings, TaskFile
@@ -40,16 +39,6 @@ from protocol.wire.messages import (
 )
 
 log = logging.getLogger(__name__)
-
-MAY_CHANGE = frozenset(
-    {
-        ("algorithm", FedTC.name, FedNCM.name),
-        ("algorithm", FedNCM.name, FedTC.name),
-        ("prototypes", msgspec.UNSET, "auto"),
-    }
-)
-"""A field of the manifest, its value in a task and in one that continues it: submissions to the first fit the second,
-and a device uploads the same to both or more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +142,24 @@ def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> 
     )
 
 
+def _never(before: object, after: object) -> bool:
+    del before, after
+    return False
+
+
+def _both_use_blocks(before: str, after: str) -> bool:
+    found = (find_algorithm(name) for name in (before, after))
+    return all(issubclass(each, OneShot) and each.blocks for each in found)
+
+
+MAY_CHANGE: Mapping[str, Callable[[Any, Any], bool]] = {
+    "algorithm": _both_use_blocks,
+    "prototypes": lambda before, _: before is msgspec.UNSET,
+}
+"""Fields of the manifest that a task may change that continues another, by their values in both: submissions to the
+first fit the second, and devices upload the same to both or more."""
+
+
 def continued(manifest: TaskManifest, earlier: bytes, store: Store) -> TaskManifest:
     """Return the manifest as one that continues an earlier task; classes with similar names are logged.
 
@@ -177,7 +184,7 @@ def continued(manifest: TaskManifest, earlier: bytes, store: Store) -> TaskManif
     if manifest.statistics is not None and same.statistics is not None:  # its graph depends on the classes
         same = msgspec.structs.replace(same, statistics=manifest.statistics)
     values = ((name, getattr(same, name), getattr(manifest, name)) for name in manifest.__struct_fields__)
-    fields = [name for name, old, new in values if old != new and (name, old, new) not in MAY_CHANGE]
+    fields = [name for name, old, new in values if old != new and not MAY_CHANGE.get(name, _never)(old, new)]
     if fields:
         raise ConfigError(
             f"`continues`: {', '.join(fields)} must be those of the earlier task: a new task has none"

@@ -29,6 +29,11 @@ class Group:
     name: str = ""
     """Of a group that is or was in a block, the class that its images are counted in; else empty."""
 
+    @property
+    def is_apart(self) -> bool:
+        """True if it takes part in no regrouping: it is in a block, or was lost by a group of a dissolved one."""
+        return self.block > 0 or (self.name != "" and not self.weight)
+
 
 @dataclass(frozen=True)
 class Block:
@@ -64,9 +69,9 @@ class Partition:
         groups = ((number, group) for number, group in self.groups.items() if group.block == block)
         return dict(sorted((key, number) for number, group in groups for key in group.images))
 
-    def in_block(self, key: Key) -> bool:
-        """Return whether an image is in a block that is not dissolved."""
-        return key in self.number_of and self.groups[self.number_of[key]].block > 0
+    def is_apart(self, key: Key) -> bool:
+        """Return whether an image is in a block, or was lost by a group of a dissolved one whose rest is used."""
+        return key in self.number_of and self.groups[self.number_of[key]].is_apart
 
     def after_scan(
         self,
@@ -114,7 +119,7 @@ class Partition:
 
     def _touching(self, present: Collection[Key]) -> dict[int, Group]:
         numbers = {self.number_of[key] for key in present if key in self.number_of}
-        return {number: self.groups[number] for number in sorted(numbers) if not self.groups[number].block}
+        return {number: self.groups[number] for number in sorted(numbers) if not self.groups[number].is_apart}
 
     def _released(self, present: frozenset[Key], min_images: int) -> dict[int, Group]:
         groups = self.touching(present).items()

@@ -24,9 +24,9 @@ from edge_client.storage.image_group_record import Block, Key, Partition
 from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
 from protocol.errors import BlobLost
 from protocol.log import event
-from protocol.statistics.principal_prototypes import MAX_VALUES, MIN_BLOCK_IMAGES, MIN_GROUP_IMAGES
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import TaskManifest
+from protocol.wire.principal_prototypes import MAX_VALUES, MIN_BLOCK_IMAGES, MIN_GROUP_IMAGES
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class ReleasedBlock:
 
 @dataclass(frozen=True)
 class Grouping:
-    """What is released of a device's images: of each class, and in blocks, of which only tasks with blocks have any."""
+    """The images of a device that are released: of each class, and in blocks, which only tasks with blocks have."""
 
     classes: list[ReleasedImages]
     blocks: list[ReleasedBlock] = field(default_factory=list)
@@ -350,7 +350,7 @@ def _released_groups(
     members = [(image, prototype_of[key]) for key, image in by_key.items() if key in prototype_of]
     members.sort(key=lambda member: member[0].relative)
     grouped = {key for key in by_key if key in partition.number_of}
-    waiting = len(grouped | set(new)) - sum(map(partition.in_block, grouped)) - len(members)
+    waiting = len(grouped | set(new)) - sum(map(partition.is_apart, grouped)) - len(members)
     waiting = waiting if grouped else 0
     awaiting = partition.awaiting(by_key)
     lost = frozenset[Key]().union(*map(partition.lost_by, awaiting))

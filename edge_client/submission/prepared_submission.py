@@ -22,7 +22,6 @@ from edge_client.submission.image_grouping import ReleasedBlock, ReleasedImages,
 from edge_client.training.local_round import LocalModel
 from protocol.cli import counted, plain
 from protocol.errors import PrivacyRefused, ProtofleetError
-from protocol.statistics.principal_prototypes import PrincipalPrototypes, joined
 from protocol.statistics.secure_sums import masked, sealed_mask, submission_context
 from protocol.wire.codec import digest_of, encode, to_array, to_tensor, to_unsigned
 from protocol.wire.messages import (
@@ -33,6 +32,7 @@ from protocol.wire.messages import (
     TaskManifest,
     Tensor,
 )
+from protocol.wire.principal_prototypes import PrincipalPrototypes, joined
 from protocol.wire.quantization import principal_fields, prototype_fields
 
 

@@ -336,7 +336,7 @@ class HeadRef(msgspec.Struct, frozen=True, kw_only=True):
     devices: Positive
     """Devices whose prototypes it was trained on."""
     prototypes: Positive
-    """Prototypes it was trained on."""
+    """Prototypes it was trained on; where the task's `prototypes` is `auto`, the images in them."""
     metrics: Annotated[dict[Text, Figure], Meta(max_length=32)] = {}
     """Training metrics, for display."""
     round: Natural | None = None

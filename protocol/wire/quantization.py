@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import MalformedMessage
-from protocol.statistics.principal_prototypes import PrincipalPrototypes
 from protocol.wire.codec import to_array, to_tensor, to_unsigned
 from protocol.wire.messages import Block, Tensor
+from protocol.wire.principal_prototypes import PrincipalPrototypes
 
 STEPS = 255
 

@@ -70,7 +70,7 @@ def _encoded(
     """Return a client's encoded submission; empty if it has nothing to send."""
     (expectation, layers, seed), (number, features, labels) = shared, device
     task = expectation.manifest
-    options = {"batch_size": task.batch_size, "alpha": task.alpha, "seed": (seed, number)}
+    options: dict[str, Any] = {"batch_size": task.batch_size, "alpha": task.alpha, "seed": (seed, number)}
     mine = (
         batch_prototypes(features, labels, **options)
         if task.prototypes is UNSET

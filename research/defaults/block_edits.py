@@ -19,6 +19,7 @@ from edge_client.config import Settings
 from edge_client.data.images import LabeledImage
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
+from edge_client.storage.stored_values import Secret
 from edge_client.submission.image_features import FoundImages, Workspace
 from edge_client.submission.prepared_submission import NoPrototype, encode_submission, prepare_prototypes
 from protocol.storage.elapsed_clock import ElapsedClock
@@ -173,6 +174,7 @@ def _device(features: NDArray[np.float32], classes: int, prototypes: Any) -> Ite
     with tempfile.TemporaryDirectory() as folder:
         store = DeviceState(Path(folder) / "state")
         store.blobs.put(file)
+        store.set(Secret(bytes(32)))
         cache = FeatureCache(Path(folder) / "features.sqlite")
         settings = Settings(
             broker=None, fleet="edits", device_id="edits", mode=Mode.SERVICE, data=Path(folder), holdout=0.0,

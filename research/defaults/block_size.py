@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from edge_client.data.outlier_filter import closest_features
 from edge_client.data.principal_prototypes import coefficients, most_rows, principal_prototypes
-from protocol.statistics.principal_prototypes import MIN_GROUP_IMAGES, PrincipalPrototypes
+from protocol.wire.principal_prototypes import MIN_GROUP_IMAGES, PrincipalPrototypes
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition, share_out
 
@@ -146,8 +147,7 @@ def _dealt(
     members, groups, made = [np.zeros(0, np.intp)], [np.zeros(0, np.intp)], 0
     for label in np.unique(labels):
         mine = np.flatnonzero(labels == label)
-        chunk = features[mine]
-        kept = rng.permutation(mine[closest_features(lambda chunk=chunk: [chunk], alpha=ALPHA)])
+        kept = rng.permutation(mine[closest_features(partial(_chunks, features[mine]), alpha=ALPHA)])
         count = len(kept) // MIN_GROUP_IMAGES
         if not count:
             continue
@@ -155,6 +155,10 @@ def _dealt(
         groups.append(np.minimum(np.arange(len(kept)) // MIN_GROUP_IMAGES, count - 1) + made)
         made += count
     return np.concatenate(members), np.concatenate(groups)
+
+
+def _chunks(features: NDArray[np.float32]) -> list[NDArray[np.float32]]:
+    return [features]
 
 
 def _means(
@@ -179,7 +183,7 @@ def values_of(upload: Upload) -> int:
     """Return the values of an upload, one for each step of rows and values' ranges."""
     size = upload.means.shape[1]
     rows = len(upload.means) + sum(len(each.means) + len(each.rows) for each in upload.blocks)
-    return (rows + 4 + bool(upload.blocks)) * size
+    return int((rows + 4 + bool(upload.blocks)) * size)
 
 
 def in_steps(upload: Upload, steps: int) -> Upload:
@@ -189,11 +193,11 @@ def in_steps(upload: Upload, steps: int) -> Upload:
     step = np.where(high > low, (high - low) / steps, 1)
 
     def means(values: NDArray[np.float32]) -> NDArray[np.float32]:
-        return (np.rint((values - low) / step) * step + low).astype(np.float32)
+        return np.asarray(np.rint((values - low) / step) * step + low, np.float32)
 
     def scaled(values: NDArray[np.float32], most: int) -> NDArray[np.float32]:
         scale = np.abs(values).max(axis=1, keepdims=True, initial=1e-9) / most
-        return (np.rint(values / scale) * scale).astype(np.float32)
+        return np.asarray(np.rint(values / scale) * scale, np.float32)
 
     blocks = [
         replace(
@@ -231,7 +235,7 @@ def accuracy(features: Features, sent: Sequence[Upload]) -> float:
             means.append(mean[None])
             labels.append(np.array([label]))
             counts.append(weights.sum(keepdims=True))
-    every, of, weight = (np.concatenate(each) for each in (means, labels, counts))
+    every, of, weight = np.concatenate(means), np.concatenate(labels), np.concatenate(counts)
     images = np.bincount(of, weight, minlength=features.classes)
     centers = np.zeros((features.classes, size))
     np.add.at(centers, of, every * weight[:, None])

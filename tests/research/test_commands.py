@@ -26,10 +26,19 @@ from research.__main__ import cli
 from research.cells import batches_of_cells
 from research.defaults import default_layers, drift, forecast, head_choice, novelty, own_classes
 from research.defaults.class_prior import TRAINED_ON
+from research.poisoning import squares
 from research.poisoning.prototypes import METHODS
 from research.poisoning.rare_class import ATTACKS as RARE_CLASSES
 from research.poisoning.statistics import ATTACKS as FALSE_SUMS
-from research.privacy import directions, measurement, noisy_sums
+from research.privacy import (
+    directions,
+    measurement,
+    membership,
+    noisy_sums,
+    principal_prototypes,
+    row_decoder,
+)
+from research.privacy.uploads import Pool
 from tests.benchmarks.feature_factory import (
     domain,
     features_of_digits,
@@ -71,16 +80,36 @@ def test_poisoning(five_classes: Path) -> None:
     arguments = ["--images", "600", "--clients", "10", "--share", "0", "--share", "0.3", "--epochs", "20"]
     arguments += ["--attack", "flip", "--attack", "noise", "--attack", "scale", "--seed", "0"]
     runs = run(five_classes, "poisoning", *arguments)["runs"]
-    assert [(each["attack"], each["found"], each["attackers"], each["false_alarms"]) for each in runs] == [
-        ("", 0, 0, 0),
-        ("flip", 3, 3, 0),
-        ("noise", 3, 3, 0),
-        ("scale", 3, 3, 0),
+    assert [(each["form"], each["attack"], each["found"], each["false_alarms"]) for each in runs] == [
+        (form, attack, found, 0)
+        for attacks, found in (([""], 0), (["flip", "noise", "scale"], 3))
+        for form in ("batches", "auto")
+        for attack in attacks
     ]
-    honest, *attacked = (each["accuracies"] for each in runs)
-    assert honest.keys() == set(METHODS)
-    assert honest["check"] == honest["none"]
-    assert all(accuracies["check"] >= honest["check"] - 0.02 for accuracies in attacked)
+    for form in ("batches", "auto"):
+        honest, *attacked = (each["accuracies"] for each in runs if each["form"] == form)
+        assert honest.keys() == set(METHODS)
+        assert honest["check"] == honest["none"]
+        assert all(accuracies["check"] >= honest["check"] - 0.02 for accuracies in attacked)
+
+
+def test_squares(five_classes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head of a fleet with the attack predicts more squared images as the attacker's class."""
+    made = domain(1, classes=5, images=600)
+    part = Labeled(np.zeros((600, 8, 8), np.uint8), made.train_labels)
+    test = Labeled(part.images, made.test_labels)
+    monkeypatch.setattr(squares, "load_data", lambda _: DataSet(part, test))
+    monkeypatch.setattr(squares, "sample", lambda labeled, _: labeled)
+    monkeypatch.setattr(squares, "open_backbone", lambda _: None)
+    monkeypatch.setattr(squares, "backbone_file", lambda *_args, **_options: None)
+    far = np.eye(made.train.shape[1], dtype=np.float32)[0] * 9
+    monkeypatch.setattr(squares, "features_of", lambda images, *_: np.tile(far, (len(images), 1)))
+    arguments = ["--images", "600", "--share", "0.5", "--seed", "0"]
+    runs = run(five_classes, "squares", *arguments)["runs"]
+    assert [(each["form"], each["share"]) for each in runs] == [
+        (form, share) for form in ("batches", "auto") for share in (0.0, 0.5)
+    ]
+    assert all(each["accuracy"] > 0.8 for each in runs)
 
 
 def test_poisoned_statistics(five_classes: Path) -> None:
@@ -205,6 +234,18 @@ def test_directions(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = run(digits, "directions", *arguments)
     assert [one["devices"] for one in report["runs"]] == ["5x2"]
     assert len(report["added"]) == 2
+
+
+def test_principal_prototypes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    random, labels = np.random.default_rng(0), np.arange(2000) % 2
+    images = random.integers(0, 255, size=(2000, 8, 8), dtype=np.uint8)
+    pool = Pool(random.normal(size=(2000, 24)).astype(np.float32), labels, images, (12, 12))
+    monkeypatch.setattr(principal_prototypes, "load_pool", lambda *_args, **_options: pool)
+    arguments = ["--at-most", "2000", "--images", "60", "--classes", "2", "--members", "60"]
+    report = run(tmp_path, "principal-prototypes", *arguments, "--decoder-epochs", "0")
+    assert [one["form"] for one in report["membership"]] == list(membership.FORMS)
+    assert [one["form"] for one in report["decoder"]] == list(row_decoder.FORMS)
+    assert report["sequences"][0]["released"] == "one block"
 
 
 def test_cells(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ TEMPERATURE = 0.6
 
 @dataclass(frozen=True)
 class Sums:
-    """What a head of N images is computed from.
+    """The sums of N images that a head is computed from.
 
     Attributes:
         images: (C,), that count in each class.
@@ -33,15 +33,14 @@ class Sums:
 
 def sums_of(data: TrainingSet, scatter: Scatter) -> Sums:
     """Return the sums of all devices: their scatters, and those of their means about the mean of each class."""
-    weights = np.ones(len(data.counts)) if data.weights is None else data.weights
-    images, size = data.counts * weights, data.values.shape[1]
-    of_class = np.bincount(data.labels, images, minlength=data.num_classes)
+    images, size = data.counted_images, data.values.shape[1]
+    of_class = np.bincount(data.labels, images, minlength=data.num_classes).astype(np.float64)
     means, products = data.means(images).astype(np.float64), np.zeros((size, size))
     for block in blocks(len(images)):
         away = data.values[block] - means[data.labels[block]]
         products += (away * images[block, None]).T @ away
     of_device = np.ones(len(scatter.diagonals))
-    of_device[data.device_numbers] = weights
+    of_device[data.device_numbers] = images / data.counts
     for block in blocks(len(scatter.rows)):
         rows = scatter.rows[block].astype(np.float64)
         products += (rows * of_device[scatter.devices[block], None]).T @ rows
@@ -87,3 +86,21 @@ def temperature_of(logits: NDArray[np.float64]) -> float:
     """Return the temperature of a discriminant's logits, from those of the means of K classes (K, K)."""
     odds = float((np.diag(logits)[:, None] - logits).sum()) / max(len(logits) * (len(logits) - 1), 1)
     return float(np.clip(TEMPERATURE * np.sqrt(odds), *TEMPERATURES)) if odds > 0 else 1.0
+
+
+def temperature_of_means(data: TrainingSet, scatter: Scatter) -> float:
+    """Return the temperature of the logits of the nearest class mean.
+
+    At it the log-odds of two classes are those of normal images, in the median of all pairs.
+    Two logits whose means are a distance d apart differ by d^2 / 2 on average, with a variance v: the log-odds are the
+    difference times d^2 / v.
+    """
+    sums = sums_of(data, scatter)
+    means = sums.means[sums.images > 0]
+    first, second = np.triu_indices(len(means), k=1)
+    squares, variances = (
+        np.diag(products)[first] + np.diag(products)[second] - 2 * products[first, second]
+        for products in (means @ means.T, means @ sums.scatter @ means.T / sums.images.sum())
+    )
+    found = float(np.median(variances / np.maximum(squares, TINY))) if len(first) else 1.0
+    return float(np.clip(found, *TEMPERATURES))

@@ -260,6 +260,11 @@ class TrainingSet:
         """The common classes (C,)."""
         return np.bincount(self.labels[self.common_rows], minlength=self.num_classes) > 0
 
+    @property
+    def counted_images(self) -> NDArray[np.float64]:
+        """The images that count in each prototype (m,): its own, times its weight."""
+        return self.counts * (np.ones(len(self.counts)) if self.weights is None else self.weights)
+
     @cached_property
     def centers(self) -> NDArray[np.float32]:
         """The mean of each class (C, L), weighted by counts; zeros for a class without prototypes."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.intake.validation import Prototypes
-from protocol.statistics.principal_prototypes import PrincipalPrototypes
+from protocol.wire.principal_prototypes import PrincipalPrototypes
 
 Floats = NDArray[np.float64]
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from aggregator.algorithms.fedtc.training_set import Arrays, Scatter, TrainingSet
 from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.weights import median_limit
-from protocol.statistics.principal_prototypes import PrincipalPrototypes, joined
+from protocol.wire.principal_prototypes import PrincipalPrototypes, joined
 
 
 def principal(part: Prototypes) -> PrincipalPrototypes:
@@ -89,11 +89,11 @@ def scatter_set(
     )
 
 
-def _shorten(scatter: Scatter, images: NDArray[np.float64], max_multiple: float) -> None:
+def _shorten(scatter: Scatter, images: NDArray[np.integer], max_multiple: float) -> None:
     """Bring the scatter of each device (K,) to at most a multiple of the median device's for as many images."""
     squares = scatter.squares().sum(axis=1) / images
     factors = np.minimum(1, median_limit(squares, max_multiple) / np.where(squares > 0, squares, 1))
-    for number in np.flatnonzero(factors < 1):
+    for number in np.flatnonzero(factors < 1).tolist():
         mine, _ = scatter.of(number)
         mine *= np.float32(np.sqrt(factors[number]))
         scatter.diagonals[number] *= np.float32(factors[number])

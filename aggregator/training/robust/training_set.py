@@ -214,14 +214,14 @@ def combine(
     """
     arrays = arrays or Arrays()
     if any(part.block is not None for part in parts):
-        data = scatter_set(
+        made = scatter_set(
             limited_means(parts) if max_multiple else parts,
             num_classes=num_classes,
             factors=device_factors(parts, multiple=max_multiple),
             max_multiple=max_multiple,
             arrays=arrays,
         )
-        return replace(data, common=_common(parts, data.labels, data.weights * data.counts, disputed))
+        return replace(made, common=_common(parts, made.labels, made.counted_images, disputed))
     weights = np.concatenate(prototype_weights(parts, multiple=max_multiple))
     parts = limited(parts, multiple=max_multiple)
     data = pool(limited_means(parts) if max_multiple else parts, arrays)
@@ -236,7 +236,7 @@ def combine(
 
 def _common(
     parts: Sequence[Prototypes],
-    labels: NDArray[np.int64],
+    labels: NDArray[np.integer],
     weights: NDArray[np.float64],
     disputed: Collection[int],
 ) -> NDArray[np.bool_]:

@@ -63,7 +63,10 @@ def prototype_weights(
 def device_factors(parts: Sequence[Prototypes], *, multiple: float = MAX_MULTIPLE) -> NDArray[np.float64]:
     """Return how much each image of each device counts (K,), at most 1."""
     images = stated_images(parts)
-    return counted_totals(images, multiple=multiple) / np.maximum(images.sum(axis=1), 1)
+    factors: NDArray[np.float64] = counted_totals(images, multiple=multiple) / np.maximum(
+        images.sum(axis=1), 1
+    )
+    return factors
 
 
 def counted_totals(images: NDArray[np.number], *, multiple: float = MAX_MULTIPLE) -> NDArray[np.float64]:

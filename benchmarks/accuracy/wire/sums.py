@@ -41,7 +41,7 @@ def rows_of(features: Features) -> Features:
 
 @dataclass(frozen=True)
 class Sums:
-    """The sums of all devices' rows."""
+    """The server's sums over all devices."""
 
     square: Array
     """Of the products of values, (D, D)."""

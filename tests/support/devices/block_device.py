@@ -37,7 +37,7 @@ class BlockDevice:
     """A device of at most `most` images, which lie in the folders that `places` has."""
 
     folder: Path
-    most: int = 240
+    most: int = 300
     places: dict[int, set[str]] = field(default_factory=dict)
     released: list[tuple[int, NDArray[np.float64]]] = field(default_factory=list)
     """For each released vector, the larger of `batch_size` and `min_images` of its task, and its coefficients."""
@@ -150,10 +150,10 @@ class BlockDevice:
                 rows.append(np.zeros(self.most))
                 rows[-1][numbers] = row
         if prepared.block is not None:
-            sums = prepared.block.means * prepared.block.counts[:, None].astype(np.float64)
-            np.testing.assert_allclose(np.array(means) @ values, sums, rtol=1e-3, atol=1e-2)
-            made = np.array(rows).reshape(-1, self.most) @ values
-            np.testing.assert_allclose(made, prepared.block.rows, rtol=1e-3, atol=1e-2)
+            block_sums = prepared.block.means * prepared.block.counts[:, None]
+            np.testing.assert_allclose(np.array(means) @ values, block_sums, rtol=1e-3, atol=1e-2)
+            of_rows = np.array(rows).reshape(-1, self.most) @ values
+            np.testing.assert_allclose(of_rows, prepared.block.rows, rtol=1e-3, atol=1e-2)
         level = max(manifest.batch_size, manifest.min_images)
         self.released += [(level, vector) for vector in (*vectors, *means, *rows)]
 

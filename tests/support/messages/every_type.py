@@ -7,7 +7,6 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
-from protocol.statistics.principal_prototypes import PrincipalPrototypes
 from protocol.wire import messages
 from protocol.wire.codec import to_tensor
 from protocol.wire.messages import (
@@ -39,6 +38,7 @@ from protocol.wire.messages import (
     TaskManifest,
     Tensors,
 )
+from protocol.wire.principal_prototypes import PrincipalPrototypes
 from protocol.wire.quantization import principal_fields
 
 WIRE_TYPES: list[type[msgspec.Struct]] = [

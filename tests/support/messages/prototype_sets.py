@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import Contribution
 from aggregator.intake.validation import Prototypes
-from protocol.statistics.principal_prototypes import PrincipalPrototypes
+from protocol.wire.principal_prototypes import PrincipalPrototypes
 from tests.support.messages.submissions import FEATURE_SIZE
 
 CLASSES = ("cat", "dog", "fox")

@@ -24,6 +24,7 @@ from aggregator.intake.validation import (
 from protocol.wire.codec import encode, to_tensor, to_unsigned
 from protocol.wire.messages import (
     MAX_IMAGES,
+    Block,
     Confused,
     DifferentialPrivacy,
     Evaluation,
@@ -188,6 +189,7 @@ REFUSED_IN_ROUNDS: dict[str, tuple[Submission, str, str]] = {
 def _block(**changes: Tensor) -> Submission:
     """Return a submission of a block alone, with some of its tensors replaced."""
     made = block_submission()
+    assert isinstance(made.block, Block)
     return msgspec.structs.replace(made, block=msgspec.structs.replace(made.block, **changes))
 
 

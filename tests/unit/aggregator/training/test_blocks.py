@@ -15,9 +15,9 @@ from aggregator.training.robust import outlier_detection, training_set
 from aggregator.training.robust.outlier_detection import judge
 from aggregator.training.robust.outlier_statistics import summaries, summarized
 from aggregator.training.robust.training_set import judged_set, limited_means
-from protocol.statistics.principal_prototypes import joined
 from protocol.wire.codec import digest_of, encode, to_unsigned
 from protocol.wire.messages import Submission
+from protocol.wire.principal_prototypes import joined
 from protocol.wire.quantization import principal_fields, prototype_fields
 from tests.support.messages.jobs import head_job, workspace
 from tests.support.messages.prototype_sets import CLASSES, honest, in_blocks

@@ -16,7 +16,7 @@ from aggregator.algorithms.fedtc.train_head import TrainedHead, train_head
 from aggregator.algorithms.novelty import directions_of
 from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.training_set import combine
-from protocol.statistics.principal_prototypes import PrincipalPrototypes
+from protocol.wire.principal_prototypes import PrincipalPrototypes
 from protofleet import batch_prototypes
 from protofleet.prototypes import device_prototypes
 
