@@ -27,7 +27,7 @@ from protocol.wire.messages import (
     TaskManifest,
     Tensor,
 )
-from protocol.wire.quantization import RANGE, dequantize, dequantized_block
+from protocol.wire.quantization import LIMITS, RANGE, dequantize, dequantized_block, exact_range
 
 FLOAT16_SLACK = 1.01
 """Factor by which rounding to float16 may lengthen a prototype."""
@@ -129,7 +129,7 @@ def check_submission(submission: Submission, expectation: Expectation) -> Protot
 
 
 def _check_block(
-    submission: Submission, limits: NDArray[np.float16], expectation: Expectation
+    submission: Submission, limits: NDArray[np.floating], expectation: Expectation
 ) -> PrincipalPrototypes | None:
     """Return a submission's principal prototypes, if it has any."""
     encoded, manifest = submission.block, expectation.manifest
@@ -364,21 +364,31 @@ def _all_finite(values: NDArray[Any]) -> bool:
     )
 
 
-def _check_tensors(tensors: Mapping[str, Tensor], expectation: Expectation) -> dict[str, NDArray[np.float16]]:
+def _check_tensors(
+    tensors: Mapping[str, Tensor], expectation: Expectation
+) -> dict[str, NDArray[np.floating]]:
     """Return exactly the tensors of the task's program; without one, the range of the features."""
     in_rounds = expectation.manifest.program is not None
     shapes = expectation.tensors if in_rounds else {RANGE: (2, expectation.prototype_size)}
+    kinds = dict.fromkeys(shapes, "f2")
+    # Devices of a version without blocks send an exact range to any task.
+    if is_coarse := expectation.manifest.prototypes is not UNSET and LIMITS in tensors:
+        shapes, kinds = {**shapes, LIMITS: (2,)}, {RANGE: "u1", LIMITS: "f2"}
     if tensors.keys() != shapes.keys():
         expected, got = (", ".join(sorted(names)) or "none" for names in (shapes, tensors))
         raise Refused("malformed", f"expected the tensors {expected}, got {got[:120]}")
-    checked = {}
+    checked: dict[str, NDArray[Any]] = {}
     for name, shape in shapes.items():
-        values = _array(tensors[name], name, dtypes="f2", ndim=len(shape))
+        values = _array(tensors[name], name, dtypes=kinds[name], ndim=len(shape))
         if values.shape != shape:
             raise Refused("shape", f"expected {name} of shape {shape}, got {values.shape}")
-        if not _all_finite(values):
+        if kinds[name] == "f2" and not _all_finite(values):
             raise Refused("not_finite", f"{name} holds NaN or infinity")
         checked[name] = values
+    if is_coarse:
+        if (ends := checked.pop(LIMITS))[0] > ends[1]:
+            raise Refused("malformed", "expected limits from low to high, got them from high to low")
+        checked[RANGE] = exact_range(checked[RANGE], ends)
     if not in_rounds and (checked[RANGE][0] > checked[RANGE][1]).any():
         raise Refused("malformed", "expected a range from low to high, got one from high to low")
     return checked

@@ -96,12 +96,13 @@ def review_command(  # noqa: PLR0913 - every option of the command line
     if unlabeled is not None:
         images += unlabeled_below(unlabeled, data=data, skipped=skipped)
     say_skipped(skipped)
+    groups = store.image_groups.read()
     with closing(Progress("Images")) as progress:
         found = review(
             classifier,
             images,
             holdout=store.get(Holdout).fraction,
-            grouped=store.image_groups.read().number_of.keys(),
+            grouped=groups.number_of.keys(),
             kept=frozenset() if everything else frozenset(store.get(Kept).images),
             cache=store.folder / "features.sqlite",
             limit=limit,
@@ -113,7 +114,7 @@ def review_command(  # noqa: PLR0913 - every option of the command line
         for finding in found.findings:
             click.echo(as_json_text(finding.fields()))
     else:
-        show(found)
+        show(found, blocks=len(groups.blocks))
     if folders is not None:
 
         def keep(image: "LabeledImage") -> None:
@@ -122,8 +123,8 @@ def review_command(  # noqa: PLR0913 - every option of the command line
         serve(found, folders, keep, classes=classes, has_others=unlabeled is not None, port=port)
 
 
-def show(found: "Review") -> None:
-    """Print findings as text."""
+def show(found: "Review", *, blocks: int) -> None:
+    """Print findings as text, and what moving images does if the device has blocks."""
     from edge_client.apps.review.findings import TITLES
 
     for kind, title in TITLES.items():
@@ -137,6 +138,11 @@ def show(found: "Review") -> None:
         f"{counted(found.images, 'image')} classified"
         + (f", {correct} of {held_out} held-out images correct" if held_out else "")
     )
+    if blocks:
+        say(
+            f"{counted(blocks, 'block')} uploaded: an image of a block that you move counts in its earlier class until "
+            "a quarter of the block was moved"
+        )
 
 
 def _text(finding: "Finding") -> str:

@@ -123,6 +123,28 @@ def share(coefficients: NDArray[np.float16], numbers: NDArray[np.integer]) -> ND
     return shares
 
 
+def basis(coefficients: NDArray[np.float16], numbers: NDArray[np.integer]) -> NDArray[np.float64]:
+    """Return orthonormal rows (at most k, n) of the span of rows (k, n) less their means over each number."""
+    rows = coefficients.astype(np.float64)
+    rows -= _means(rows.T, numbers).T[:, numbers]
+    _, sizes, axes = np.linalg.svd(rows, full_matrices=False)
+    return np.asarray(axes[sizes**2 > RANK_TOLERANCE * (sizes**2).max(initial=0)])
+
+
+def share_of_new(
+    vectors: NDArray[np.float64], axes: NDArray[np.float64], numbers: NDArray[np.integer]
+) -> NDArray[np.float64]:
+    """Return what new vectors (m, n) add to each image's share, (n,).
+
+    The share is that of combinations of rows with the basis `axes`, and of the sums over the images of each number.
+    """
+    new = vectors - _means(vectors.T, numbers).T[:, numbers]
+    new -= (new @ axes.T) @ axes
+    orthogonal, upper = np.linalg.qr(new.T)
+    orthogonal[:, np.abs(np.diag(upper)) <= np.sqrt(RANK_TOLERANCE)] = 0
+    return np.asarray((orthogonal**2).sum(axis=1))
+
+
 def principal_prototypes(
     features: NDArray[np.float32], labels: NDArray[np.integer], coefficients: NDArray[np.float16]
 ) -> PrincipalPrototypes:

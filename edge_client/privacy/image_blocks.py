@@ -21,16 +21,21 @@ its group, and h' <= 1 / b was ascertained when the block was made.
 
 Only files dissolve a block, never a task: an image was deleted, or MOVED_SHARE of its images lie in other classes than
 they are counted in, or the file with the coefficients is lost. A dissolved block's groups are never split, and an image
-that was moved stays in its group: a group is released in the class in which most of its images lie. One that lost an
-image is not released until it returns; what is left of it would have more than 2 / b together with a new group.
+that was moved stays in its group: a group is released in the class in which most of its images lie. What is left of
+groups that lost an image may have more than 2 / b together with a new group. So it is used once, when the block is
+dissolved, in one group of each class, after the exact shares with these were computed (`with_leftovers`). A group that
+loses an image later is not released until that returns.
 """
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 import numpy as np
+from numpy.typing import NDArray
 
+from edge_client.data.principal_prototypes import basis, share, share_of_new
 from edge_client.privacy.image_groups import regroup
 from edge_client.storage.image_group_record import Block, Group, Key, Partition
 
@@ -43,9 +48,11 @@ Places = Mapping[Key, Sequence[str]]
 
 @dataclass(frozen=True)
 class Dissolved:
-    """A block that is dissolved, for the log."""
+    """A block that is dissolved."""
 
-    images: int
+    block: Block
+    members: Mapping[Key, int]
+    """Its images in the order of the coefficients' columns, with the numbers of their groups."""
     reason: str
 
 
@@ -72,14 +79,14 @@ def after_scan(
         frozenset(places), now_s=now_s, replaced=replaced, missing=frozenset(missing)
     )
     done: list[Dissolved] = []
-    for number in partition.blocks:
+    for number, block in partition.blocks.items():
         members = partition.members(number)
         gone = sum(key in missing and key not in partition.awaited for key in members)
         moved = sum(key in partition.moved for key in members)
         if gone or moved >= MOVED_SHARE * len(members):
             partition = dissolved(partition, number)
             reason = f"{gone} missing" if gone else f"{moved} in other classes"
-            done.append(Dissolved(len(members), reason))
+            done.append(Dissolved(block, members, reason))
     return partition, done
 
 
@@ -92,6 +99,73 @@ def dissolved(partition: Partition, number: int) -> Partition:
         groups={**partition.groups, **groups},
         blocks={each: block for each, block in partition.blocks.items() if each != number},
         moved={key: name for key, name in partition.moved.items() if key not in members},
+    )
+
+
+def with_leftovers(
+    partition: Partition, block: Dissolved, coefficients: NDArray[np.float16], found: Collection[Key]
+) -> Partition:
+    """Return the partition with one group of each class of what is left of a dissolved block's broken groups.
+
+    It weighs at least what a group does in `regroup`, and no image has more than 2 / b with it: broken groups that
+    would exceed this stay out. It is done once, when the block is dissolved.
+    """
+    keys, least = [*block.members], block.block.batch_size
+    numbers = np.unique([*block.members.values()], return_inverse=True)[1]
+    base, axes = (
+        1 / np.bincount(numbers)[numbers] + share(coefficients, numbers),
+        basis(coefficients, numbers),
+    )
+    broken: dict[str, list[Group]] = {}
+    for number in dict.fromkeys(block.members.values()):
+        group = partition.groups[number]
+        lost = group.images.difference(found)
+        if lost and lost.isdisjoint(partition.awaited):
+            broken.setdefault(group.name, []).append(group)
+    while broken:
+        left = {name: _leftovers(groups, found) for name, groups in broken.items()}
+        few = [name for name, group in left.items() if group.weight < least]
+        if few:
+            del broken[few[0]]
+            continue
+        new = np.array([[key in group.images for key in keys] for group in left.values()], float)
+        excess = base + share_of_new(new, axes, numbers) - 2 / least
+        worst = int(excess.argmax())
+        if excess[worst] <= 0:
+            return _with_leftovers(partition, broken, left, found)
+        group = partition.groups[block.members[keys[worst]]]
+        if group not in broken.get(group.name, ()):  # the worst image is in a whole group
+            del broken[max(broken, key=lambda name: len(broken[name]))]
+        else:
+            broken[group.name].remove(group)
+    return partition
+
+
+def _with_leftovers(
+    partition: Partition,
+    broken: Mapping[str, Sequence[Group]],
+    left: Mapping[str, Group],
+    found: Collection[Key],
+) -> Partition:
+    """Return the partition in which broken groups have only what they lost, and what is left is in groups."""
+    lost = {
+        number: replace(group, images=group.images.difference(found), weight=0, is_unmixed=False)
+        for number, group in partition.groups.items()
+        if group in broken.get(group.name, ())
+    }
+    new = zip(count(max(partition.groups) + 1), left.values())
+    return replace(partition, groups={**partition.groups, **lost, **dict(new)})
+
+
+def _leftovers(groups: Sequence[Group], found: Collection[Key]) -> Group:
+    """Return what is left of broken groups as one, which weighs what `regroup` counts."""
+    left = [group.images.intersection(found) for group in groups]
+    return Group(
+        frozenset().union(*left),
+        sum(min(len(each), len(group.images) - len(each)) for each, group in zip(left, groups, strict=True)),
+        is_unmixed=False,
+        largest_min_images=max(group.largest_min_images for group in groups),
+        name=groups[0].name,
     )
 
 

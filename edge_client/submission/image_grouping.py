@@ -3,7 +3,8 @@
 import hmac
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count, repeat
 
@@ -99,6 +100,10 @@ def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -
     partition, lost = image_blocks.after_scan(
         before, scan.places, seen=scan.seen(before), now_s=clock.now_s(), replaced=scan.replaced
     )
+    for each in lost:
+        with suppress(BlobLost):
+            rows = _rows(workspace.store.blobs.read(each.block.digest), each.members)
+            partition = image_blocks.with_leftovers(partition, each, rows, scan.places.keys())
     partition, files, damaged = _with_files(workspace, partition)
     workspace.is_incomplete |= bool(partition.awaited)
     by_label = scan.by_label(partition)
@@ -113,7 +118,8 @@ def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -
         _record(workspace, before, after, files)
         clock.keep()
     for each in (*lost, *damaged):
-        event(log, logging.WARNING, "block dissolved into batches", images=each.images, reason=each.reason)
+        text = "block dissolved into batches"
+        event(log, logging.WARNING, text, images=len(each.members), reason=each.reason)
     return grouping
 
 
@@ -127,10 +133,11 @@ class _Scan:
 
     def __init__(self, workspace: Workspace, task: TaskManifest, found: FoundImages) -> None:
         self._workspace, self._task = workspace, task
+        self._label_of = {name: label for label, name in enumerate(task.classes)}
         keys = workspace.cache.contents()
         self._images: dict[Key, dict[str, LabeledImage]] = {}
         """The first image of each class with these pixels; classes in the order of the task's."""
-        for label, name in enumerate(task.classes):
+        for name, label in self._label_of.items():
             for image in found.for_training(label):
                 if image.identity in keys:
                     self._images.setdefault(keys[image.identity], {}).setdefault(name, image)
@@ -148,7 +155,7 @@ class _Scan:
         """Return an image as one of a class, in which it may not lie."""
         places = self._images[key]
         image = places.get(name) or next(iter(places.values()))
-        return replace(image, label=self._task.classes.index(name))
+        return replace(image, label=self._label_of[name])
 
     def by_label(self, partition: Partition) -> list[_Images]:
         """Return the images of each class, each in one of them."""
@@ -156,7 +163,7 @@ class _Scan:
         by_label: list[_Images] = [{} for _ in self._task.classes]
         for key, places in self.places.items():
             name = fixed.get(key, places[0])
-            by_label[self._task.classes.index(name)][key] = self.image(key, name)
+            by_label[self._label_of[name]][key] = self.image(key, name)
         return by_label
 
 
@@ -172,9 +179,9 @@ def _with_files(
             content = workspace.store.blobs.read(block.digest)
         except BlobLost as error:
             partition = image_blocks.dissolved(partition, number)
-            damaged.append(Dissolved(len(members), str(error)))
+            damaged.append(Dissolved(block, members, str(error)))
         else:
-            files[number] = np.frombuffer(content, "<f2").reshape(-1, len(members))
+            files[number] = _rows(content, members)
     return partition, files, damaged
 
 
@@ -188,6 +195,10 @@ def _record(
             require_space(store.folder, len(content), what="the coefficients of a block")
             store.blobs.put(content)
         store.image_groups.write(before, after)
+
+
+def _rows(content: bytes, members: Collection[Key]) -> NDArray[np.float16]:
+    return np.frombuffer(content, "<f2").reshape(-1, len(members))
 
 
 def _packed(rows: NDArray[np.float16]) -> bytes:

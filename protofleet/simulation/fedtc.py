@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from aggregator.intake.validation import Expectation, Prototypes, check_submission, read_message
 from protocol.wire.codec import digest_of, encode, to_unsigned
 from protocol.wire.messages import BlobRef, Submission, TaskManifest
-from protocol.wire.quantization import prototype_fields
+from protocol.wire.quantization import principal_fields, prototype_fields
 from protofleet.prototypes import batch_prototypes, device_prototypes
 from protofleet.simulation.engine import LOCAL, Engine
 from protofleet.simulation.fleet import Features
@@ -84,7 +84,11 @@ def _encoded(
             mine.counts,
             task=expectation.task,
             images=len(labels),
-            **prototype_fields(mine.values.astype(np.float16), mine.block),
+            **(
+                prototype_fields(mine.values.astype(np.float16))
+                if task.prototypes is UNSET
+                else principal_fields(mine.values.astype(np.float16), mine.block)
+            ),
         )
     )
 

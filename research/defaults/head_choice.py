@@ -131,7 +131,8 @@ def _fleet(case: Case, seed: int, *, validation: bool = False) -> tuple[Features
 def _head(
     features: Features, owners: NDArray[np.int64], recipe: Recipe, seed: int
 ) -> tuple[Result, Sequence[Dense]]:
-    return train_clients(features, owners, Settings(max_multiple=0, recipe=recipe), seed=seed)
+    settings = Settings(max_multiple=0, prototypes="batches", recipe=recipe)
+    return train_clients(features, owners, settings, seed=seed)
 
 
 def _run(case: Case, seed: int, *, validation: bool) -> dict[str, Any]:

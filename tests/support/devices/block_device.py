@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from edge_client.data.images import LabeledImage, normal
 from edge_client.storage.image_group_record import Partition
+from edge_client.storage.stored_values import Secret
 from edge_client.submission.image_features import FoundImages, prototype_columns
 from edge_client.submission.image_grouping import Grouping, group_images
 from edge_client.submission.prepared_submission import NoPrototype, PreparedSubmission, prepare_prototypes
@@ -57,6 +58,7 @@ class BlockDevice:
         """Start the program, or start it again."""
         self.workspace = make_workspace(self.folder)
         self.workspace.store.clock = self.clock = FakeClock(self.elapsed_s)
+        self.workspace.store.set(Secret(bytes(32)))
         for file in FILES:
             self.workspace.store.blobs.put(file)
 

@@ -13,7 +13,7 @@ from aggregator.storage.stored_values import ServedTask
 from protocol.statistics.principal_prototypes import PrincipalPrototypes
 from protocol.wire.codec import digest_of, encode, to_array, to_tensor, to_unsigned
 from protocol.wire.messages import BlobRef, DeviceInfo, Evaluation, Program, Submission, TaskManifest
-from protocol.wire.quantization import RANGE, dequantize, prototype_fields
+from protocol.wire.quantization import RANGE, dequantize, principal_fields, prototype_fields, range_of
 
 FEATURE_SIZE = 16
 MANIFEST = TaskManifest(
@@ -71,7 +71,7 @@ def block_submission() -> Submission:
         labels=to_unsigned(np.zeros(0, np.int64)),
         counts=to_unsigned(np.zeros(0, np.int64)),
         images=60,
-        **prototype_fields(np.zeros((0, FEATURE_SIZE), np.float16), BLOCK),
+        **principal_fields(np.zeros((0, FEATURE_SIZE), np.float16), BLOCK),
     )
 
 
@@ -124,7 +124,7 @@ def values_of(submission: Submission) -> NDArray[np.float32]:
     values = to_array(submission.prototypes)
     if RANGE not in submission.tensors:
         return values.astype(np.float32)
-    return dequantize(values, to_array(submission.tensors[RANGE]))
+    return dequantize(values, range_of(submission.tensors))
 
 
 def evaluation(*, task: bytes = TASK, head_version: int = 1) -> Evaluation:

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from aggregator.security.enrollment import enroll
 from aggregator.storage.open_store import open_store
 from edge_client.cli import cli
+from edge_client.cli.run import _show_dry_run
 from edge_client.config import Settings
 from edge_client.service import device
 from edge_client.storage.device_state import DeviceState
@@ -26,9 +28,11 @@ from edge_client.storage.stored_values import (
     Problems,
     SubmissionReport,
 )
+from edge_client.submission.prepared_submission import PreparedSubmission
 from protocol.enrollment import read_enrollment
 from protocol.errors import ConfigError
 from protocol.mqtt.reconnecting_session import BrokerAddress
+from protocol.statistics.principal_prototypes import PrincipalPrototypes
 from protocol.wire.signing import public_key
 from tests.support.devices.device_bench import CONSTANT, HeadBench
 from tests.support.devices.device_factory import image_file, write_images
@@ -162,6 +166,25 @@ def test_status_shows_the_head(here: Path, values: dict[str, Any], shown: str) -
     assert f"head       {shown}\n" in _status()
 
 
+def test_status_shows_blocks(here: Path) -> None:
+    """What went out as what, which images were moved since, and what was dissolved."""
+    classes = (
+        ClassReport("cat", 100, 20, (), in_blocks=80),
+        ClassReport("dog", 12, 0, (6, 6), waiting=4, missing=1, unused=7),
+    )
+    report = SubmissionReport(classes, size_bytes=9, directions=8, moved=3, dissolved=12)
+    DeviceState(here / "one").set(report)
+    assert [
+        line for line in _status().splitlines() if line.startswith(("class", "block", "moved", "dissol"))
+    ] == [
+        "class      cat: 100 images, 20 held out, 80 in a block, 0 prototypes",
+        "class      dog: 12 images, 0 held out, 2 prototypes; 4 waiting for 1 missing; 7 left out with their block",
+        "block      80 images: 1 class mean and 8 directions",
+        "moved      3 images of the block, counted in the class that they were uploaded in",
+        "dissolved  a block of 12 images, which are in prototypes now",
+    ]
+
+
 def test_cost_of_a_backbone_is_measured_without_a_fleet(here: Path) -> None:
     """Neither a broker nor a state directory is needed, and nothing is left behind."""
     write_images(here / "data", count=6)
@@ -192,6 +215,28 @@ def test_cost_is_that_of_all_backbones_whatever_their_names(here: Path) -> None:
         done = CliRunner().invoke(cli, ["--dry-run", "--json", *options, "--data", str(here / "data")])
         sizes.append(json.loads(done.output.splitlines()[-1])["upload_bytes"])
     assert sizes[1] > sizes[0]
+
+
+def test_a_dry_run_shows_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+    """Classes in a block, and what is uploaded of them."""
+    block = PrincipalPrototypes(
+        means=np.zeros((1, 16), np.float32),
+        labels=np.array([0]),
+        counts=np.array([80]),
+        rows=np.zeros((8, 16), np.float32),
+        diagonal=np.zeros(16, np.float32),
+    )
+    classes = (ClassReport("cat", 100, 20, (), in_blocks=80), ClassReport("dog", 6, 0, (6,)))
+    prototypes = np.zeros((1, 16), np.float16)
+    numbers = np.ones(1, np.uint32)
+    _show_dry_run(PreparedSubmission(prototypes, numbers, 6 * numbers, classes, (), block=block, moved=1), 99)
+    assert capsys.readouterr().out.splitlines() == [
+        "cat: 100 images, 20 held out; 80 in a block",
+        "dog: 6 images, 0 held out; 1 prototype of 6 images",
+        "80 images in a block: 1 class mean and 8 directions of 16 values each",
+        "1 image of the block would count in the class of an earlier upload",
+        "1 prototype of 16 values each: 99 bytes would be uploaded; nothing was uploaded",
+    ]
 
 
 @pytest.fixture

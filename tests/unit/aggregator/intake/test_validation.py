@@ -193,8 +193,28 @@ def _block(**changes: Tensor) -> Submission:
     return msgspec.structs.replace(made, block=msgspec.structs.replace(made.block, **changes))
 
 
+def _coarse(**changes: Tensor) -> Submission:
+    """Return a submission of a block alone, with some of its other tensors replaced."""
+    made = block_submission()
+    return msgspec.structs.replace(made, tensors={**made.tensors, **changes})
+
+
 _SCALES = np.ones(4, np.float32)
 REFUSED_BLOCKS = {
+    "limits reversed": (_coarse(limits=to_tensor(np.array([1, 0], "f2"))), "malformed", "from high to low"),
+    "limit NaN": (_coarse(limits=to_tensor(np.array([0, NAN], "f2"))), "not_finite", "limits holds NaN"),
+    "three limits": (_coarse(limits=_full(0, 3)), "shape", r"limits of shape \(2,\)"),
+    "exact range with limits": (_coarse(range=_full(0, 2, FEATURE_SIZE)), "dtype", "range of kind 'u1'"),
+    "range reversed": (
+        _coarse(range=to_tensor(np.array([[1] * FEATURE_SIZE, [0] * FEATURE_SIZE], "u1"))),
+        "malformed",
+        "from high to low",
+    ),
+    "limits for batches": (
+        _changed(tensors={**GOOD.tensors, "limits": _full(0, 2)}),
+        "malformed",
+        "tensors range, got limits, range",
+    ),
     "block for batches": (
         msgspec.structs.replace(_block(), task=EXPECTATION.task),
         "shape",

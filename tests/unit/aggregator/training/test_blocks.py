@@ -18,7 +18,7 @@ from aggregator.training.robust.training_set import judged_set, limited_means
 from protocol.statistics.principal_prototypes import joined
 from protocol.wire.codec import digest_of, encode, to_unsigned
 from protocol.wire.messages import Submission
-from protocol.wire.quantization import prototype_fields
+from protocol.wire.quantization import principal_fields, prototype_fields
 from tests.support.messages.jobs import head_job, workspace
 from tests.support.messages.prototype_sets import CLASSES, honest, in_blocks
 from tests.support.messages.submissions import FEATURE_SIZE, MANIFEST
@@ -126,7 +126,7 @@ def test_job_trains_on_blocks_and_on_devices_without(tmp_path: Path) -> None:
                 labels=to_unsigned(labels),
                 counts=to_unsigned(counts),
                 images=90,
-                **prototype_fields(part.values.astype(np.float16), part.block),
+                **principal_fields(part.values.astype(np.float16), part.block),
             )
         )
     result = run(head_job(blobs, *sent, manifest=manifest), workspace(blobs, tmp_path / "out"))

@@ -17,7 +17,7 @@ from edge_client.agent.state import Mode, State
 from edge_client.cli import cli
 from edge_client.service.blob_downloads import BlobDownloads
 from edge_client.storage.image_group_record import Partition
-from edge_client.storage.stored_values import DeviceName, Secret
+from edge_client.storage.stored_values import DeviceName
 from edge_client.submission.builder import AWAITS_BLOCK
 from edge_client.submission.prepared_submission import PreparedSubmission, encode_submission
 from protocol.wire.codec import encode, to_array
@@ -53,8 +53,10 @@ class Attack:
         device, rng = self.device, self.rng
         there = [number for number, names in device.places.items() if names]
         gone = [number for number, names in device.places.items() if not names]
-        action = rng.choice(["add", "delete", "return", "move", "move many", "copy", "rename", "nothing"],
-                            p=[0.35, 0.1, 0.1, 0.15, 0.03, 0.1, 0.03, 0.14])  # fmt: skip
+        action = rng.choice(
+            ["add", "delete", "delete many", "return", "move", "move many", "copy", "rename", "nothing"],
+            p=[0.35, 0.08, 0.05, 0.1, 0.15, 0.03, 0.1, 0.03, 0.11],
+        )
         chosen = [there[at] for at in rng.permutation(len(there))[: rng.integers(1, 4)]]
         if (action == "add" or not there) and self.unused:
             for name in self.names:
@@ -63,6 +65,8 @@ class Attack:
                 del self.unused[:count]
         elif action == "delete":
             device.put(chosen)
+        elif action == "delete many":
+            device.put(there[:: rng.integers(6, 12)])
         elif action == "return":
             device.put(gone[: rng.integers(0, 5)], str(rng.choice(self.names)))
         elif action == "move":
@@ -185,9 +189,9 @@ def test_each_image_goes_out_in_one_form_once(device: BlockDevice) -> None:
 def test_few_images_and_other_tasks_are_batches_as_before(tmp_path: Path) -> None:
     """Where there is no block, a submission is the same bytes as to a task of an earlier aggregator."""
     noise = Perturbation(on="prototypes", noise="gaussian", scale=0.01)
-    for number, (images, task) in enumerate([(60, {"alpha": 0.8}), (60, {"perturbation": noise}), (49, {})]):
+    cases: list[tuple[int, dict[str, Any]]] = [(60, {"alpha": 0.8}), (60, {"perturbation": noise}), (49, {})]
+    for number, (images, task) in enumerate(cases):
         auto, plain = (BlockDevice(tmp_path / f"{number}-{name}") for name in "ab")
-        plain.workspace.store.set(Secret(auto.workspace.store.secret()))
         found = _uploaded(auto, range(images), **task)
         expected = _uploaded(plain, range(images), prototypes=UNSET, **task)
         assert found.block is None
@@ -242,6 +246,21 @@ def test_deleted_images_dissolve_a_block_after_a_day(device: BlockDevice) -> Non
     assert _counts(device.upload(classes=CLASSES)) == ([], [5] * 11 + [9])
     device.put([0], "cat")
     assert _counts(device.upload(classes=CLASSES)) == ([], [5] * 12 + [9])
+
+
+def test_what_is_left_of_many_broken_groups_is_used_once(device: BlockDevice) -> None:
+    """If it is enough, one group of each class, so that no image has more than two fifths with it; then no more."""
+    _uploaded(device, range(240))
+    for deleted in (range(0, 240, 15), range(5, 240, 15)):
+        device.put(deleted)
+        device.upload(classes=CLASSES)
+        device.wait()
+        later = device.upload(classes=CLASSES)
+        assert device.shares().max() <= 2 / 5
+    sizes = _counts(later)[1]
+    assert later is not None
+    assert sizes[-1] >= 20
+    assert later.classes[0].waiting > 0
 
 
 def test_moved_images_count_as_they_were_until_a_quarter_was_moved(device: BlockDevice) -> None:
@@ -324,7 +343,8 @@ def test_an_earlier_device_ignores_the_field(device: BlockDevice) -> None:
     manifest = make_manifest(classes=CLASSES, backbones=BACKBONES[:1], prototypes="auto")
     fields = [("classes", tuple[str, ...]), ("batch_size", int)]
     earlier = msgspec.defstruct("EarlierTask", fields, tag="task", tag_field="type", kw_only=True)
-    assert msgspec.msgpack.decode(encode(manifest), type=earlier).classes == CLASSES
+    read: Any = msgspec.msgpack.decode(encode(manifest), type=earlier)
+    assert read.classes == CLASSES
     prepared = _uploaded(device, prototypes=UNSET)
     message = read_message(encode_submission(prepared, task=bytes(32), manifest=manifest, sequence=1))
     assert isinstance(message, Submission)
