@@ -63,7 +63,7 @@ class ReleasedBlock:
 
 @dataclass(frozen=True)
 class Grouping:
-    """What is released of a device's images: of each class, and in blocks, of which only tasks with blocks have any."""
+    """The images that are released: those of each class, and for tasks with blocks those of blocks."""
 
     classes: list[ReleasedImages]
     blocks: list[ReleasedBlock] = field(default_factory=list)

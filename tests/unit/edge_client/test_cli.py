@@ -167,7 +167,7 @@ def test_status_shows_the_head(here: Path, values: dict[str, Any], shown: str) -
 
 
 def test_status_shows_blocks(here: Path) -> None:
-    """What went out as what, which images were moved since, and what was dissolved."""
+    """Images of blocks and of prototypes, moved ones, and those of dissolved blocks."""
     classes = (
         ClassReport("cat", 100, 20, (), in_blocks=80),
         ClassReport("dog", 12, 0, (6, 6), waiting=4, missing=1, unused=7),
