@@ -11,7 +11,7 @@ help:             ## list the targets
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(DEMO_INSTALLED)    ## train one classifier on ten devices, with a broker and an aggregator
-	$(BIN)/python -m examples.quickstart $(DEMO)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m examples.quickstart $(DEMO)
 
 # Four processes on any machine: tests wait for brokers and programs more than they compute.
 PROCESSES ?= 4

@@ -11,6 +11,7 @@ from typing import get_args
 
 from aggregator.config.schema import TaskFile
 from aggregator.config.task_file import load_task
+from aggregator.config.training_packages import INSTALL, missing_packages
 from aggregator.security.identity import aggregator_access, identity_folder
 from aggregator.security.key_rotation import require_fleet_key
 from aggregator.storage.blobs import object_store
@@ -27,7 +28,7 @@ from protocol.storage.keyfile import read_key
 from protocol.wire.signing import public_key
 from protocol.wire.topics import FleetChannel, device_filters, device_topic, fleet_topic
 
-PACKAGES = ("onnx", "onnxruntime", "onnxscript", "scipy", "torch")
+PACKAGES = ("onnx", "onnxruntime", "scipy")
 """Packages that `aggregator run` imports, beside those of every install."""
 
 PROBE_DEVICE = "protofleet-doctor"
@@ -66,7 +67,8 @@ def check_all(given: Surroundings) -> Iterator[Finding]:
     yield from check_disk(given.state)
     yield check_clock()
     yield from _check_keys(given.state)
-    yield from _check_device(task)
+    if task is not None:
+        yield from _check_training(task)
     yield from _check_broker(given, stored)
 
 
@@ -136,17 +138,23 @@ def _check_packages() -> Iterator[Finding]:
         action = pip_command("aggregator,cpu")
         yield Finding("packages", "failed", f"not installed: {', '.join(missing)}", action)
         return
-    versions = (f"{name} {importlib.metadata.version(name)}" for name in ("torch", "onnx"))
+    versions = [f"onnx {importlib.metadata.version('onnx')}"]
+    if importlib.util.find_spec("torch") is None:
+        versions.append("no torch: neither rounds nor FedTC's adapter")
+    else:
+        versions.append(f"torch {importlib.metadata.version('torch')}")
     yield Finding("packages", "ok", ", ".join(versions))
 
 
-def _check_device(task: TaskFile | None) -> Iterator[Finding]:
-    """Check the device that the task file names for training."""
-    if (
-        task is None
-        or not task.training.device.startswith("cuda")
-        or importlib.util.find_spec("torch") is None
-    ):
+def _check_training(task: TaskFile) -> Iterator[Finding]:
+    """Check the packages that the task's training needs, and the device that it names."""
+    if reason := missing_packages(task):
+        yield Finding("packages", "failed", reason, INSTALL)
+    if not task.training.device.startswith("cuda"):
+        return
+    if importlib.util.find_spec("torch") is None:
+        text = f"training.device is {task.training.device}, and torch is not installed"
+        yield Finding("runtime", "warning", text, INSTALL)
         return
     import torch
 

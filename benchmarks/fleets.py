@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,8 @@ class Settings:
     """Share of each class's features that filtering keeps."""
     batch_size: int = 5
     """Images in a prototype, B."""
+    prototypes: Literal["auto", "batches"] = "auto"
+    """As `[client] prototypes` in the task file."""
     max_multiple: float = MAX_MULTIPLE
     """Times the median device's images that a device's count at most; 0 is without limit."""
     recipe: Recipe = RECIPES["default"]
@@ -38,7 +41,9 @@ class Settings:
 
     def expectation(self, features: Features) -> Expectation:
         """Return the task as the aggregator would publish it."""
-        return expectation_of(features, alpha=self.alpha, batch_size=self.batch_size)
+        # The paper's recipe has no principal prototypes.
+        prototypes = self.prototypes if self.recipe.closed_form else "batches"
+        return expectation_of(features, alpha=self.alpha, batch_size=self.batch_size, prototypes=prototypes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,10 +59,11 @@ class Result:
     images: int
     """Averaged in the prototypes."""
     prototypes: int
+    """With principal prototypes, the means of classes on devices."""
     bytes_up: int
     """Bytes of all submissions, as encoded for the wire."""
     tensor_bytes: int
-    """Bytes of the prototypes among them."""
+    """Bytes of the values among them."""
     head_bytes: int
     """Bytes of the head's arrays."""
     epochs: int
@@ -132,7 +138,7 @@ def _trained(
         images=int(data.counts.sum()),
         prototypes=len(data.labels),
         bytes_up=0,
-        tensor_bytes=data.values.size,
+        tensor_bytes=data.values.size + (0 if data.scatter is None else data.scatter.size),
         head_bytes=sum(layer.nbytes for layer in trained.layers),
         epochs=trained.epochs,
         train_seconds=seconds,

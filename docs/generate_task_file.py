@@ -42,7 +42,7 @@ LINKS = {
     "algorithm": "[Which one](../which-algorithm.md)",
     "layers": "[How to export them](../export.md#layers)",
     "client.batch_size": "[Why](../privacy.md#sums-of-single-images)",
-    "training.recipe": "[Why](../adr/0021-closed-form-head.md)",
+    "training.recipe": "[Why](../adr/0076-choice-of-head.md)",
     "training.calibrate": "[Calibrated heads](heads.md#calibrated-heads)",
     "training.engine": "[Ray](ray.md)",
     "robust.detect_outliers": "[Quarantine](quarantine.md)",

@@ -26,29 +26,30 @@ class Target:
 
     Attributes:
         extras: of protofleet.
+        takes: size and duration, without CUDA if there are builds with it.
         builds: packages that have a build with CUDA and one without; all are of one kind.
-        cpu: size and duration without CUDA.
-        cuda: the same with CUDA.
+        with_cuda: size and duration with CUDA.
+        compiles: True if pip compiles all modules; False if Python compiles those that are imported.
     """
 
     extras: str
-    builds: tuple[str, ...]
-    cpu: str
-    cuda: str
+    takes: str
+    builds: tuple[str, ...] = ()
+    with_cuda: str = ""
+    compiles: bool = True
 
 
 TARGETS = {
     "demo": Target(
         "cpu,demo",
-        ("torch",),
-        cpu="1.4 GB on disk, 0.3 GB to download, a few minutes",
-        cuda="about 6 GB on disk, 4.7 GB of it for CUDA, several minutes",
+        takes="0.4 GB on disk, 0.1 GB to download, a minute",
+        compiles=False,
     ),
     "all": Target(
-        "cpu,demo,cluster,export,dev",
-        ("torch", "torchvision"),
-        cpu="about 2 GB on disk, a few minutes",
-        cuda="6.5 GB on disk, 4.7 GB of it for CUDA, several minutes",
+        "cpu,demo,cluster,train,export,dev",
+        takes="about 2 GB on disk, a few minutes",
+        builds=("torch", "torchvision"),
+        with_cuda="6.5 GB on disk, 4.7 GB of it for CUDA, several minutes",
     ),
 }
 
@@ -57,12 +58,12 @@ def main(name: str) -> None:
     """Install a target, and say what it takes."""
     target, started_s = TARGETS[name], time.monotonic()
     options = choose_build(target)
-    takes = target.cpu if options else target.cuda
+    takes = target.takes if options or not target.builds else target.with_cuda
     _say(f"installing protofleet[{target.extras}] into {_short(sys.prefix)}: {takes}")
     if not pip_install(target, options):
         if not options:
             sys.exit("error: pip failed: see its message above, and run make again")
-        _say(f"that failed; installing the build with CUDA: {target.cuda}")
+        _say(f"that failed; installing the build with CUDA: {target.with_cuda}")
         if not pip_install(target, []):
             sys.exit("error: pip failed: see its message above, and run make again")
     size = _size_bytes(Path(sys.prefix))
@@ -70,10 +71,12 @@ def main(name: str) -> None:
 
 
 def choose_build(target: Target) -> list[str]:
-    """Return the options of pip for the builds without CUDA; none where there is a GPU, or no such build.
+    """Return the options of pip for the builds without CUDA; none where there is a GPU, or there are no such builds.
 
     Installed builds stay, unless torch is without CUDA and another package of the target is not.
     """
+    if not target.builds:
+        return []
     versions = [_installed(name) for name in target.builds]
     installed = versions[0]
     if installed and (not _is_cpu(installed) or all(map(_is_cpu, versions))):
@@ -129,7 +132,8 @@ def _newest_cpu_build(name: str, index: list[str]) -> str | None:
 def pip_install(target: Target, options: list[str]) -> bool:
     """Install a target in editable form; return whether that succeeded."""
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
-    return _pip("install", *quiet, *options, "--editable", f".[{target.extras}]")
+    compiling = [] if target.compiles else ["--no-compile"]
+    return _pip("install", *quiet, *compiling, *options, "--editable", f".[{target.extras}]")
 
 
 def _pip(*arguments: str) -> bool:

@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from protocol.cli import config_option, examples, require_packages, run, start_logging, verbose_option
-from protocol.errors import ConfigError, RuntimeMissing
+from protocol.errors import RuntimeMissing
 from protocol.models.onnx_metadata import BackboneMetadata
 from protocol.storage.blobstore import state_errors
 
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 NEEDED = ("torch", "timm", "onnx", "onnxscript", "safetensors", "sklearn", "onnxruntime")
 EXTRAS = "export,cpu"
 """Packages that the program needs, and the extras that install them."""
-
-DEFAULT_LAYERS = ("last", "residual")
-"""Of MODEL-SIZE.onnx: more accurate than the last layer alone where it was measured (ADR 0057)."""
 
 _CHOSEN = ("weights", "pretrained", "random", "image_size", "mean", "std", "crop_pct")
 """Options of the network and of its preprocessing, which are fields of `Choice`."""
@@ -142,8 +139,9 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
     metavar="LAYER,...",
     callback=_names,
     help="Blocks whose pooled outputs are the features: last (the network's own feature), residual (each width's last "
-    "residual sum), all, the name of a module, or cN (the last depthwise activation of N channels)  "
-    "[default: last,residual; last with --module]",
+    "residual sum), depthwise (the last three depthwise activations of different widths), all, the name of a module, "
+    "or cN (the last depthwise activation of N channels)  [default: depthwise; last,residual of a network without; "
+    "last with --module]",
 )
 @click.option(
     "--list-layers",
@@ -375,27 +373,23 @@ def _load(
     keywords: dict[str, Any],
     **options: Any,
 ) -> "Backbone":
-    """Return the network with its weights and layers, by default DEFAULT_LAYERS of timm's, and `last` of others."""
+    """Return the network with its weights and layers, by default those of `select_default`, and `last` of a module."""
     from export.backbones import Choice, load_backbone
-    from export.layers import select_layers
+    from export.layers import select_default, select_layers
     from export.own_module import load_module
 
     click.echo(f"loading {model or module} ...", err=True)
     chosen = {name: options[name] for name in _CHOSEN}
-    default: tuple[str, ...]
     if module is not None:
-        backbone, default = load_module(module, Choice("", **chosen)), ("last",)
+        backbone, layers = load_module(module, Choice("", **chosen)), layers or ("last",)
     else:
-        backbone, default = load_backbone(Choice(str(model), model_kwargs=keywords, **chosen)), DEFAULT_LAYERS
-    try:
-        if (wanted := layers or default) != ("last",):
-            backbone = select_layers(backbone, wanted)
-    except ConfigError:
-        if layers is not None:
-            raise
-        click.echo(
-            f"{backbone.metadata.model} has no residual sums: its features are --layers last", err=True
-        )
+        backbone = load_backbone(Choice(str(model), model_kwargs=keywords, **chosen))
+    if layers is None:
+        backbone = select_default(backbone)
+        if not backbone.metadata.blocks:
+            click.echo(f"{model} has no block for --layers depthwise or residual: using last", err=True)
+    elif layers != ("last",):
+        backbone = select_layers(backbone, layers)
     return backbone
 
 

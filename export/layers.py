@@ -1,5 +1,6 @@
 """Use pooled outputs of a network's blocks, each scaled by itself, as features."""
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,12 @@ LAST = "last"
 
 SPACED_BLOCKS = 4
 """Blocks that `residual` takes of a network whose blocks all have one width."""
+
+DEEPEST = 3
+"""Blocks that `depthwise` takes."""
+
+DEFAULT_LAYERS = (("depthwise",), (LAST, "residual"))
+"""Defaults of `--layers`, of which the first that a network has is used (ADR 0057), or else LAST."""
 
 
 class Blocks(nn.Module):
@@ -111,6 +118,7 @@ class Graph:
             handle.remove()
         self.outputs = {path: output for path, _, output in self.calls}
         self.stages = [entry["module"] for entry in getattr(network, "feature_info", [])]
+        self._adding = list(sums.found)
         self.sums = [path for path, shapes in sums.found.items() if path and self._has_residual(path, shapes)]
         """Modules with residual sums, but for those that are given parts of an image in place of images."""
         self._aspect = input_size[-2] / input_size[-1]
@@ -202,8 +210,19 @@ class Graph:
             layer = self.network.get_submodule(path)
             if isinstance(layer, nn.Conv2d) and layer.groups == layer.out_channels > 1:
                 activation = self._activation_of(output, self.calls[number + 1 :])
-                found |= {f"c{layer.out_channels}": activation} if activation else {}
+                if activation and self._known_layout(activation):
+                    found[f"c{layer.out_channels}"] = activation
         return found
+
+    def deepest(self) -> dict[str, str]:
+        """Return the last DEEPEST of `depthwise`; none of a network whose last blocks have no such activation.
+
+        At most one residual sum follows the last activation of such a block: the block's own.
+        """
+        order = list(self.outputs)
+        last = sorted(self.depthwise().items(), key=lambda entry: order.index(entry[1]))[-DEEPEST:]
+        ends = set(order[order.index(last[-1][1]) :]) if last else set()
+        return dict(last) if len(ends.intersection(self._adding)) <= 1 else {}
 
     def _activation_of(self, value: Tensor, calls: Iterable[tuple[str, Any, Tensor]]) -> str | None:
         """Return the module that has the activation of a value, with only normalization before it."""
@@ -228,6 +247,15 @@ def select_layers(backbone: Backbone, layers: Sequence[str]) -> Backbone:
     return _with_blocks(backbone, graph, _paths(graph, layers, model=backbone.metadata.model))
 
 
+def select_default(backbone: Backbone) -> Backbone:
+    """Return a backbone with the first of DEFAULT_LAYERS that its network has, or with LAST."""
+    graph = Graph(backbone.module, backbone.config["input_size"])
+    for layers in DEFAULT_LAYERS:
+        with contextlib.suppress(ConfigError):
+            return _with_blocks(backbone, graph, _paths(graph, layers, model=backbone.metadata.model))
+    return backbone
+
+
 def _paths(graph: Graph, layers: Sequence[str], *, model: str) -> dict[str, str]:
     """Return the paths of the blocks that `--layers` names, by name."""
     known, paths = graph.all(), dict[str, str]()
@@ -236,7 +264,8 @@ def _paths(graph: Graph, layers: Sequence[str], *, model: str) -> dict[str, str]
         if layer in named:
             paths[layer] = named[layer]
             continue
-        group = {"all": known, "residual": graph.residual()}.get(layer)
+        groups = {"all": known, "residual": graph.residual(), "depthwise": graph.deepest()}
+        group = groups.get(layer)
         if not group:
             raise ConfigError(f"{model} has no block {layer!r} for --layers; {suggestion(layer, known)}")
         # The network's own feature may be the mean of its last block.
@@ -256,9 +285,14 @@ def _distinct(graph: Graph, group: Mapping[str, str], others: Mapping[str, str])
 
 
 def _with_blocks(backbone: Backbone, graph: Graph, paths: Mapping[str, str]) -> Backbone:
-    residual = set(graph.residual().values())
+    residual, depthwise = set(graph.residual().values()), set(graph.deepest().values())
     blocks = tuple(
-        Block(name=name, width=graph.pooled(path).shape[1], residual=path in residual)
+        Block(
+            name=name,
+            width=graph.pooled(path).shape[1],
+            residual=path in residual,
+            depthwise=path in depthwise,
+        )
         for name, path in paths.items()
     )
     size = sum(block.width for block in blocks)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from protofleet.model import Prediction as Prediction
     from protofleet.prototypes import Prototypes as Prototypes
     from protofleet.prototypes import batch_prototypes as batch_prototypes
+    from protofleet.prototypes import device_prototypes as device_prototypes
     from protofleet.simulation.compare import Comparison as Comparison
     from protofleet.simulation.compare import compare as compare
     from protofleet.simulation.dataset import Dataset as Dataset
@@ -41,7 +42,7 @@ _NAMES = {
     "protofleet.head": ("Head", "train_head"),
     "protofleet.images": ("ImageSource",),
     "protofleet.model": ("Model", "Prediction"),
-    "protofleet.prototypes": ("Prototypes", "batch_prototypes"),
+    "protofleet.prototypes": ("Prototypes", "batch_prototypes", "device_prototypes"),
     "protofleet.simulation.compare": ("Comparison", "compare"),
     "protofleet.simulation.dataset": ("Dataset", "load_dataset"),
     "protofleet.simulation.simulate": ("AlgorithmResult", "Simulation", "simulate"),

@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 from aggregator.config.task_file import load_task
+from aggregator.config.training_packages import require_packages_of
 from aggregator.heads.rollout import HEAD_ACTIVATED
 from aggregator.intake.accepted_submissions import SUBMISSION_ACCEPTED
 from aggregator.server import events as service
@@ -39,6 +40,7 @@ class Aggregator(Embedded):
 
     Raises:
         ConfigError: a setting or the task file is wrong.
+        RuntimeMissing: the task needs the extra `train`, whose packages are not installed.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Aggregator(Embedded):
         if embedded_broker and access != NO_AUTHENTICATION:
             raise ConfigError("the embedded broker has neither encryption nor passwords: use mosquitto")
         self._task, self._backbones = load_task(Path(task))
+        require_packages_of(self._task)
         self._folder = Path(state) if state is not None else default_state_folder("protofleet-aggregator")
         self._broker = parse_broker(broker, tls=access.tls)
         self._access = access

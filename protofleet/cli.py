@@ -13,6 +13,7 @@ import click
 
 from aggregator.algorithms.algorithm import OneShot
 from aggregator.algorithms.registry import ALGORITHMS, installed
+from aggregator.config.training_packages import PACKAGES as TRAINING_PACKAGES
 from protocol.cli import counted, examples, require_packages, run, say
 from protocol.errors import ConfigError, RuntimeMissing
 from protocol.wire.messages import MAX_MAPPED_SIZE
@@ -30,6 +31,7 @@ NO_FLEET = ("alone", "all-images")
 """What `simulate` compares the registered algorithms with."""
 
 ONE_SHOT = tuple(name for name, kind in ALGORITHMS.items() if issubclass(kind, OneShot))
+IN_ROUNDS = ALGORITHMS.keys() - set(ONE_SHOT)
 
 
 class _AlgorithmName(click.Choice):  # type: ignore[type-arg]  # not generic in click 8.1
@@ -145,7 +147,9 @@ def simulate_command(
     DATA is a directory with one subdirectory of images per class, or a CSV file with the columns path,label, as for
     `edge-client --data`. Devices and aggregator compute what real ones do, and encode the same messages.
     """
-    require_packages("onnx", "onnxruntime", "onnxscript", "scipy", "torch", extras=EXTRAS)
+    require_packages("onnx", "onnxruntime", "scipy", extras=EXTRAS)
+    if not IN_ROUNDS.isdisjoint(algorithms):
+        require_packages(*TRAINING_PACKAGES, extras=f"{EXTRAS},train")
     from edge_client.progress_bar import Progress
     from protofleet.simulation.dataset import load_dataset
     from protofleet.simulation.simulate import AlgorithmResult, simulate, unsuitable
@@ -231,7 +235,7 @@ def compare_command(
     backbones are compared with each other and in pairs. Another image size is another file. With the defaults and one
     backbone, it takes minutes.
     """
-    require_packages("onnx", "onnxruntime", "onnxscript", "scipy", "sklearn", "torch", extras=COMPARE_EXTRAS)
+    require_packages("onnx", "onnxruntime", "scipy", "sklearn", extras=COMPARE_EXTRAS)
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise RuntimeMissing("matplotlib is not installed, which --plot needs: pip install matplotlib")
     from protofleet.simulation import comparison_report as report

@@ -118,11 +118,12 @@ def train_head(
 ) -> Head:
     """Train a head on the prototypes of several devices (FedTC eq. 5), as the aggregator does.
 
-    By the default recipe cross-validation chooses between a linear discriminant and an adapter; the adapter needs
-    torch, which is imported only for it. The same prototypes and seed give the same head on the CPU.
+    By the default recipe, principal prototypes make a linear discriminant. Of batches alone, cross-validation chooses
+    between it and an adapter, which needs torch: without torch there is none. The same prototypes and seed give the
+    same head on the CPU.
 
     Args:
-        devices: what `batch_prototypes` returned on each device, by its name, or as a sequence.
+        devices: what `device_prototypes` or `batch_prototypes` returned on each device, by its name, or as a sequence.
         classes: the C class names, or their number.
         recipe: `default`, or `paper` for the training that the FedTC paper describes.
         robust: protection against incorrect prototypes, as `[robust]` in a task file.
@@ -131,7 +132,7 @@ def train_head(
         on_progress: called with `prototypes`, and during the training of an adapter with `epoch`, `epochs` and `loss`.
 
     Raises:
-        RuntimeMissing: a package of the extra `aggregator` is not installed.
+        RuntimeMissing: a package of the extra `aggregator` is not installed, or of `train` for the recipe `paper`.
         ConfigError: there are no prototypes, prototypes of different lengths or not finite, labels that are no class,
             counts below 1, or another recipe.
         ProtofleetError: the prototypes cannot be trained on.
@@ -143,12 +144,17 @@ def train_head(
     for part in parts.values():
         check_rows(part.values, part.labels)
         check_rows(part.values, part.counts, name="count", least=1)
-    parts = {name: part for name, part in parts.items() if len(part.labels)}
+        if part.block is not None:
+            check_rows(part.block.means, part.block.labels)
+            check_rows(part.block.means, part.block.counts, name="count", least=1)
+    parts = {name: part for name, part in parts.items() if len(part.every[0])}
     if not parts:
         raise ConfigError(
             "expected prototypes of at least one device, got none: give the devices more images"
         )
-    greatest = max(int(part.labels.max()) for part in parts.values())
+    if recipe == "paper" and any(part.block is not None for part in parts.values()):
+        raise ConfigError("expected prototypes of batches for the paper's recipe, got principal prototypes")
+    greatest = max(int(part.every[0].max()) for part in parts.values())
     if greatest >= len(names):
         raise ConfigError(f"expected labels below {len(names)}, the number of classes, got {greatest}")
     if len(lengths := sorted({part.values.shape[1] for part in parts.values()})) > 1:

@@ -17,5 +17,9 @@ def needed_packages(name: str, *, extras: str = "aggregator,cpu") -> Iterator[No
         missing = (error.name or "").partition(".")[0]
         if not missing or missing in _OWN:
             raise
+        from aggregator.config.training_packages import PACKAGES
+
+        if missing in PACKAGES:
+            extras += ",train"
         text = f"protofleet.{name} needs {missing}, which is not installed: {pip_command(extras)}"
         raise RuntimeMissing(text) from error

@@ -13,7 +13,7 @@ from edge_client.data.outlier_filter import closest_features
 from edge_client.data.principal_prototypes import coefficients, principal_prototypes
 from edge_client.data.prototype_averaging import average
 from protocol.errors import ConfigError
-from protocol.statistics.principal_prototypes import MAX_VALUES, MIN_BLOCK_IMAGES, MIN_GROUP_IMAGES
+from protocol.wire.principal_prototypes import MAX_VALUES, MIN_BLOCK_IMAGES, MIN_GROUP_IMAGES
 
 __all__ = ["Prototypes", "average_class", "batch_prototypes", "check_rows", "device_prototypes"]
 
@@ -92,16 +92,17 @@ def device_prototypes(
         ConfigError: as `batch_prototypes`.
     """
     features, labels = np.asarray(features), np.asarray(labels)
-    options = {"alpha": alpha, "min_images": min_images, "seed": seed}
+    options: dict[str, Any] = {"alpha": alpha, "min_images": min_images, "seed": seed}
     size = max(MIN_GROUP_IMAGES, batch_size, min_images)
     check_rows(features, labels)
     rng = np.random.default_rng(seed)
-    rows, groups = [], []
+    rows, groups, first = [], [], 0
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)
         kept, numbers = _dealt(features[members], batch=size, rng=rng, alpha=alpha, min_images=size)
         rows.append(members[kept])
-        groups.append(numbers + sum(int(each.max(initial=-1)) + 1 for each in groups))
+        groups.append(numbers + first)
+        first += int(numbers.max(initial=-1)) + 1
     mine, group = np.concatenate(rows), np.concatenate(groups)
     if len(mine) < MIN_BLOCK_IMAGES or features.shape[1] > MAX_VALUES:
         return batch_prototypes(features, labels, batch_size=batch_size, **options)

@@ -8,29 +8,30 @@ import click
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from protocol.cli import run
-from research import cells, families, hierarchical, published, restoration, statistics
+from research import blocks, cells, families, hierarchical, published, restoration, statistics
 from research.defaults import (
     block_edits,
-    blocks,
+    block_size,
     class_prior,
     confidence,
     default_layers,
     drift,
     forecast,
+    head_choice,
     novelty,
     own_classes,
 )
-from research.poisoning import false_alarms, prototypes, rare_class, rounds
+from research.poisoning import false_alarms, prototypes, rare_class, rounds, squares
 from research.poisoning import statistics as poisoned_statistics
-from research.privacy import directions, measurement, noisy_sums, sum_costs
+from research.privacy import directions, measurement, noisy_sums, principal_prototypes, sum_costs
 from research.rounds import fedpcl, flower_tuning, fpl, step, tuning, wire_rivals
 
 MODULES = (
     *(false_alarms, prototypes, rare_class, rounds, poisoned_statistics, directions, measurement, noisy_sums),
-    sum_costs,
+    *(principal_prototypes, sum_costs, squares),
     *(fedpcl, fpl, published, statistics, step, tuning, flower_tuning, wire_rivals),
-    *(class_prior, own_classes, confidence, default_layers, drift, forecast, novelty, cells, hierarchical),
-    *(restoration, families, blocks, block_edits),
+    *(class_prior, own_classes, confidence, default_layers, drift, forecast, head_choice, novelty, cells),
+    *(hierarchical, restoration, families, blocks, block_size, block_edits),
 )
 
 

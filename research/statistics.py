@@ -178,6 +178,7 @@ def _fedtc(fleet: Fleet, seed: int) -> Iterator[Run]:
         clients=fleet.clients,
         alpha=0.99,
         batch_size=5,
+        prototypes="batches",
         max_multiple=fleet.max_multiple,
         recipe=RECIPES["default"],
         device="cpu",

@@ -201,7 +201,8 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     recipe: Literal["default", "paper"] = "default"
     """`paper` trains the adapter by SGD over 200 epochs.
 
-    By default, cross-validation chooses a linear discriminant, a ridge regression or the adapter.
+    By default the head is a linear discriminant or a ridge regression, and of many batches the adapter. Principal
+    prototypes make a linear discriminant; with `paper`, devices upload batches alone.
     """
     calibrate: bool = True
     """A second version of each head, whose confidence is its accuracy. Devices download both."""

@@ -120,8 +120,9 @@ def run_command(  # noqa: PLR0913 - one for each option
     """
     stop_on_terminate()
     start_logging(verbose=verbose)
-    require_packages("onnx", "onnxscript", "onnxruntime", "scipy", "torch", extras=EXTRAS)
+    require_packages("onnx", "onnxruntime", "scipy", extras=EXTRAS)
     from aggregator.config.task_file import class_name_notes, load_task
+    from aggregator.config.training_packages import require_packages_of
     from aggregator.http.process import http_server
     from aggregator.http.settings import http_settings
     from aggregator.server.aggregator import prepare, serve
@@ -139,6 +140,7 @@ def run_command(  # noqa: PLR0913 - one for each option
     )
     brokers = _checked_brokers(broker, access, embedded_broker=embedded_broker)
     task_file, backbones = load_task(task)
+    require_packages_of(task_file)
     for note in class_name_notes(task_file.classes):
         log.warning("class names: %s", note)
     if task_file.training.engine == "ray":

@@ -173,10 +173,13 @@ def _notes(task: "TaskFile") -> list[str]:
     """Return what a new operator may not expect of valid settings."""
     from aggregator.algorithms.registry import ALGORITHMS, distributions
     from aggregator.config.task_file import class_name_notes
+    from aggregator.config.training_packages import INSTALL, missing_packages
     from protocol.statistics.gaussian_privacy import noise_multiplier
     from protocol.statistics.noisy_sums import UNITS, deviations, epsilon_of_sums
 
     notes = class_name_notes(task.classes)
+    if reason := missing_packages(task):
+        notes.append(f"{reason}, which this machine lacks: {INSTALL}")
     if task.fleet != "default":
         notes.append(f"devices need --fleet {task.fleet}, or an enrollment, which contains it")
     if task.algorithm in ALGORITHMS and (others := distributions(task.algorithm)):

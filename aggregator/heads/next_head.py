@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from aggregator.coordination import round_state, rounds
 from aggregator.storage.devices import REVOKED
-from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
+from aggregator.storage.heads import ADAPTER_MISSING, CALIBRATED_FROM, NO_PYTORCH, HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import NextHead
 from aggregator.storage.sum_lists import SumLists, put_sums, sums_of, with_total
@@ -174,6 +174,8 @@ def store_head(
     if result.few_prototypes:
         few = ", ".join(f"{name} {number}" for name, number in result.few_prototypes.items())
         event(log, logging.WARNING, "few prototypes: add images or devices", head=job.version, classes=few)
+    if ADAPTER_MISSING in record.metrics:
+        event(log, logging.INFO, "the adapter was not tried", head=job.version, reason=NO_PYTORCH)
     if record.limited:
         event(log, logging.INFO, "images limited", head=job.version, limits="; ".join(record.limited))
     return record

@@ -10,12 +10,6 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from protocol.errors import MalformedMessage, ProtofleetError, VersionMismatch
-from protocol.statistics.principal_prototypes import (
-    IMAGES_PER_ROW,
-    MIN_BLOCK_IMAGES,
-    MIN_GROUP_IMAGES,
-    PrincipalPrototypes,
-)
 from protocol.statistics.second_moment import MAX_VALUE, triangle_size
 from protocol.wire.codec import decode, message_kind, to_array
 from protocol.wire.messages import (
@@ -27,10 +21,20 @@ from protocol.wire.messages import (
     TaskManifest,
     Tensor,
 )
-from protocol.wire.quantization import RANGE, dequantize, dequantized_block
+from protocol.wire.principal_prototypes import (
+    IMAGES_PER_ROW,
+    MIN_BLOCK_IMAGES,
+    MIN_GROUP_IMAGES,
+    PrincipalPrototypes,
+)
+from protocol.wire.quantization import LIMITS, RANGE, dequantize, dequantized_block, exact_range
 
 FLOAT16_SLACK = 1.01
 """Factor by which rounding to float16 may lengthen a prototype."""
+
+
+MAX_DEVIATION = float(np.finfo(np.float16).max)
+"""Distance of an image's value from the mean of its class, at most: prototypes are in float16."""
 
 
 class Refused(ProtofleetError):
@@ -75,6 +79,14 @@ class Prototypes:
     block: PrincipalPrototypes | None = None
     """Of images that are in no other prototype; then m may be 0."""
 
+    @property
+    def every(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The class and the images of each mean, also of those of a block."""
+        if self.block is None:
+            return self.labels, self.counts
+        labels, counts = (self.labels, self.block.labels), (self.counts, self.block.counts)
+        return np.concatenate(labels), np.concatenate(counts)
+
 
 def read_message(payload: bytes) -> Submission | Evaluation:
     """Decode a device's submission or evaluation; raises Refused if it is malformed or of another version."""
@@ -117,7 +129,7 @@ def check_submission(submission: Submission, expectation: Expectation) -> Protot
 
 
 def _check_block(
-    submission: Submission, limits: NDArray[np.float16], expectation: Expectation
+    submission: Submission, limits: NDArray[np.floating], expectation: Expectation
 ) -> PrincipalPrototypes | None:
     """Return a submission's principal prototypes, if it has any."""
     encoded, manifest = submission.block, expectation.manifest
@@ -140,6 +152,17 @@ def _check_block(
     averaged = images + int(to_array(submission.counts).sum(dtype=np.int64))
     if averaged > submission.images:
         raise Refused("implausible", f"{averaged} images in prototypes of {submission.images} that were read")
+    if int(block.counts.max()) > MAX_IMAGES:
+        raise Refused("malformed", f"expected at most {MAX_IMAGES} images in a mean of a block")
+    squares = (block.rows.astype(np.float64) ** 2).sum(axis=0) + block.diagonal
+    if not np.isfinite(squares).all():
+        raise Refused("not_finite", "a row or the diagonal of a block is not finite")
+    if squares.max() > images * MAX_DEVIATION**2:
+        raise Refused(
+            "implausible",
+            f"expected values of at most {MAX_DEVIATION:.0f} in a block, got a mean square of "
+            f"{squares.max() / images:.3g}",
+        )
     return block
 
 
@@ -341,21 +364,31 @@ def _all_finite(values: NDArray[Any]) -> bool:
     )
 
 
-def _check_tensors(tensors: Mapping[str, Tensor], expectation: Expectation) -> dict[str, NDArray[np.float16]]:
+def _check_tensors(
+    tensors: Mapping[str, Tensor], expectation: Expectation
+) -> dict[str, NDArray[np.floating]]:
     """Return exactly the tensors of the task's program; without one, the range of the features."""
     in_rounds = expectation.manifest.program is not None
     shapes = expectation.tensors if in_rounds else {RANGE: (2, expectation.prototype_size)}
+    kinds = dict.fromkeys(shapes, "f2")
+    # Devices of a version without blocks send an exact range to any task.
+    if is_coarse := expectation.manifest.prototypes is not UNSET and LIMITS in tensors:
+        shapes, kinds = {**shapes, LIMITS: (2,)}, {RANGE: "u1", LIMITS: "f2"}
     if tensors.keys() != shapes.keys():
         expected, got = (", ".join(sorted(names)) or "none" for names in (shapes, tensors))
         raise Refused("malformed", f"expected the tensors {expected}, got {got[:120]}")
-    checked = {}
+    checked: dict[str, NDArray[Any]] = {}
     for name, shape in shapes.items():
-        values = _array(tensors[name], name, dtypes="f2", ndim=len(shape))
+        values = _array(tensors[name], name, dtypes=kinds[name], ndim=len(shape))
         if values.shape != shape:
             raise Refused("shape", f"expected {name} of shape {shape}, got {values.shape}")
-        if not _all_finite(values):
+        if kinds[name] == "f2" and not _all_finite(values):
             raise Refused("not_finite", f"{name} holds NaN or infinity")
         checked[name] = values
+    if is_coarse:
+        if (ends := checked.pop(LIMITS))[0] > ends[1]:
+            raise Refused("malformed", "expected limits from low to high, got them from high to low")
+        checked[RANGE] = exact_range(checked[RANGE], ends)
     if not in_rounds and (checked[RANGE][0] > checked[RANGE][1]).any():
         raise Refused("malformed", "expected a range from low to high, got one from high to low")
     return checked

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
+from msgspec import UNSET
+
 from aggregator.config.schema import TaskFile
 from aggregator.heads.rollout import Rollout
 from aggregator.heads.schedule import Schedule
@@ -300,6 +302,7 @@ def _next_epoch(task: Task, store: Store) -> int:
         limits=file.limits,
         privacy=file.privacy,
         second_operator=task.manifest.second_operator,
+        counts_images=task.manifest.prototypes is not UNSET,
     )
     with store.transaction():
         if task.manifest.continues and (before is None or before.digest != task.digest):

@@ -124,6 +124,7 @@ def _collect(store: Store) -> model.Status:
         task=task.hex(),
         preparing=preparation.algorithm if is_running and preparation is not None else "",
         classes=served.classes,
+        counted="images" if served.counts_images else "prototypes",
         quorum=settings.quorum,
         retrain_after=settings.retrain_after,
         training=following.progress,

@@ -267,6 +267,13 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ]
     classes: tuple[str, ...]
+    counted: Annotated[
+        Literal["prototypes", "images"],
+        Meta(
+            description="What the numbers of prototypes count: where devices may upload principal prototypes, the "
+            "images in all of them."
+        ),
+    ]
     quorum: int
     retrain_after: int
     training: TrainingProgress | None

@@ -29,9 +29,9 @@ from aggregator.status.model import (
     Status,
     Sums,
 )
-from aggregator.storage.heads import CALIBRATED_FROM
+from aggregator.storage.heads import ADAPTER_MISSING, CALIBRATED_FROM, NO_PYTORCH
 from aggregator.storage.open_store import open_store
-from aggregator.training.jobs import FEW_PROTOTYPES
+from aggregator.training.jobs import FEW_IMAGES, FEW_PROTOTYPES
 from protocol.cli import counted, plain
 from protocol.errors import ProtofleetError
 
@@ -48,7 +48,7 @@ def render_status(status: Status, console: Console) -> None:
     status = msgspec.convert(_plain(msgspec.to_builtins(status)), Status)
     for line in _above(status):
         _print(console, *line)
-    console.print(_device_table(status.devices))
+    console.print(_device_table(status.devices, status.counted))
     for line in _below(status):
         _print(console, *line)
 
@@ -58,7 +58,8 @@ def render_page(status: Status, console: Console) -> None:
     status = msgspec.convert(_plain(msgspec.to_builtins(status)), Status)
     for line in (*_above(status), *_below(status)):
         _print(console, *line)
-    console.print(_device_table(sorted(status.devices, key=lambda each: each.state != "online")))
+    online_first = sorted(status.devices, key=lambda each: each.state != "online")
+    console.print(_device_table(online_first, status.counted))
 
 
 def show_live(state: Path, console: Console, *, wait: Callable[[], None]) -> None:
@@ -153,7 +154,7 @@ def _below(status: Status) -> Iterator[tuple[str, ...]]:
     if progress := _progress(status):
         yield "", progress
     for head in status.heads[-SHOWN_HEADS:]:
-        yield "", _head(head)
+        yield "", _head(head, status.counted)
     yield from _improvements(status)
     if status.rollout.candidate is not None:
         yield "", _candidate(status.rollout.candidate)
@@ -218,12 +219,13 @@ def _enrollment(keys: Enrollment) -> str:
     return known + (f", {keys.revoked} revoked" if keys.revoked else "")
 
 
-def _device_table(devices: Sequence[Device]) -> Table:
+def _device_table(devices: Sequence[Device], unit: str) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0))
     is_private = any(device.epsilon is not None for device in devices)
     table.add_column("device", overflow="fold")
     table.add_column("state", no_wrap=True)
-    for name in ("images", "classes", "prototypes", "bytes", *(["epsilon"] if is_private else []), "head"):
+    prototypes = "prototypes" if unit == "prototypes" else "images in\nprototypes"
+    for name in ("images", "classes", prototypes, "bytes", *(["epsilon"] if is_private else []), "head"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("held-out\naccuracy", no_wrap=True)
     for device in devices:
@@ -283,10 +285,10 @@ def _few_prototypes(status: Status) -> Iterator[tuple[str, ...]]:
     few = [
         f"{name} {coverage.prototypes}"
         for name, coverage in status.coverage.items()
-        if 0 < coverage.prototypes < FEW_PROTOTYPES
+        if 0 < coverage.prototypes < (FEW_IMAGES if status.counted == "images" else FEW_PROTOTYPES)
     ]
     if few and status.round is None and status.sums is None:  # masked counts are 1
-        yield "few prototypes", f"of {names(few, SHOWN_NAMES)}: add images or devices", "yellow"
+        yield f"few {status.counted}", f"of {names(few, SHOWN_NAMES)}: add images or devices", "yellow"
 
 
 def _progress(status: Status) -> str:
@@ -315,7 +317,7 @@ def _round(current: Round, closes: str) -> str:
     return f"round {current.number} of {current.rounds} is open, submitted: {devices}{carried}{until}"
 
 
-def _head(head: Head) -> str:
+def _head(head: Head, unit: str) -> str:
     held_out = head.held_out
     count = held_out.correct + held_out.incorrect
     accuracy = ""
@@ -327,12 +329,14 @@ def _head(head: Head) -> str:
         accuracy += f", {held_out.with_prior:.1%} with each place's prior"
     state = f" ({head.state})" if head.state else ""
     reason = f"\n  {head.reason}" if head.reason else ""
-    made_of = f"{counted(head.prototypes, 'prototype')} of {counted(head.devices, 'device')}"
+    made_of = f"{counted(head.prototypes, unit.removesuffix('s'))} of {counted(head.devices, 'device')}"
     if "images" in head.metrics:
         made_of += f", {head.metrics['counted_images']:.0f} of {head.metrics['images']:.0f} images count"
     if before := head.metrics.get(CALIBRATED_FROM):
         images = head.metrics["calibration_images"]
         made_of = f"head {before:.0f}, calibrated on {images:.0f} held-out images: {made_of}"
+    if ADAPTER_MISSING in head.metrics:
+        made_of += f", adapter not tried ({NO_PYTORCH})"
     return f"head {head.version}{state}: {made_of}{accuracy}{reason}"
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from aggregator.config.training_packages import INSTALL
 from aggregator.coordination import rollout_state
 from aggregator.coordination.rollout_state import HeadCommand, without_forgotten
 from aggregator.storage.devices import ForgottenDevices
@@ -15,6 +16,11 @@ from protocol.wire.messages import BlobRef, Evaluation
 
 CALIBRATED_FROM = "calibrated_from"
 """The metric of a calibrated head that names the version whose weights it has."""
+
+ADAPTER_MISSING = "adapter_missing"
+"""The metric, 1, of a head in closed form for which an adapter would have been trained with PyTorch."""
+
+NO_PYTORCH = f"PyTorch is not installed: {INSTALL}"
 
 
 @dataclass(frozen=True)

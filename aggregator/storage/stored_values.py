@@ -23,6 +23,8 @@ class ServedTask(msgspec.Struct, frozen=True):
     limits: Limits = Limits()
     privacy: PrivacySettings = PrivacySettings()
     second_operator: SecondOperator | None = None
+    counts_images: bool = False
+    """The numbers of prototypes are those of the images in them: devices may upload principal prototypes."""
 
 
 class TaskPreparation(msgspec.Struct, frozen=True):

@@ -82,11 +82,12 @@ def task_manifest(
 
 
 def accepts_blocks(task: TaskFile) -> bool:
-    """Return whether devices upload principal prototypes: those of single batches alone can be perturbed."""
+    """Return whether devices upload principal prototypes: batches alone can be perturbed, or train the paper's head."""
     method = find_algorithm(task.algorithm)
     return (
         task.client.prototypes == "auto"
         and task.privacy.perturbation is None
+        and task.training.recipe == "default"
         and issubclass(method, OneShot)
         and method.blocks
     )

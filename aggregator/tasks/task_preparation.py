@@ -4,15 +4,16 @@ import difflib
 import itertools
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
 from aggregator.algorithms.algorithm import OneShot
+from aggregator.algorithms.registry import find_algorithm
 from aggregator.algorithms.statistics.feature_map import FeatureMap, selected
 from aggregator.algorithms.tensors import pack_tensors
 from aggregator.config.schema import SumsSettings, TaskFile
@@ -141,11 +142,30 @@ def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> 
     )
 
 
+def _never(before: object, after: object) -> bool:
+    del before, after
+    return False
+
+
+def _both_use_blocks(before: str, after: str) -> bool:
+    found = (find_algorithm(name) for name in (before, after))
+    return all(issubclass(each, OneShot) and each.blocks for each in found)
+
+
+MAY_CHANGE: Mapping[str, Callable[[Any, Any], bool]] = {
+    "algorithm": _both_use_blocks,
+    "prototypes": lambda before, _: before is msgspec.UNSET,
+}
+"""Fields of the manifest that a task may change that continues another, by their values in both: submissions to the
+first fit the second, and devices upload the same to both or more."""
+
+
 def continued(manifest: TaskManifest, earlier: bytes, store: Store) -> TaskManifest:
     """Return the manifest as one that continues an earlier task; classes with similar names are logged.
 
     Raises:
-        ConfigError: this state has no such task, or more than added classes differs.
+        ConfigError: this state has no such task, it has the same classes and algorithm, or more than added classes and
+            MAY_CHANGE differs.
     """
     try:
         before = decode(store.blobs.read(earlier), TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
@@ -154,7 +174,8 @@ def continued(manifest: TaskManifest, earlier: bytes, store: Store) -> TaskManif
     if manifest.program is not None:
         raise ConfigError("`continues`: not for tasks with rounds")
     known, classes = before.classes, manifest.classes
-    if classes[: len(known)] != known or len(classes) == len(known):
+    is_same = len(classes) == len(known) and manifest.algorithm == before.algorithm
+    if classes[: len(known)] != known or is_same:
         text = f"expected the {len(known)} classes of the earlier task, and further ones behind them"
         raise ConfigError(
             f"`continues`: {text}: removed or renamed classes are a new task, without `continues`"
@@ -162,7 +183,8 @@ def continued(manifest: TaskManifest, earlier: bytes, store: Store) -> TaskManif
     same = msgspec.structs.replace(before, classes=classes, continues=msgspec.UNSET)
     if manifest.statistics is not None and same.statistics is not None:  # its graph depends on the classes
         same = msgspec.structs.replace(same, statistics=manifest.statistics)
-    fields = [name for name in manifest.__struct_fields__ if getattr(same, name) != getattr(manifest, name)]
+    values = ((name, getattr(same, name), getattr(manifest, name)) for name in manifest.__struct_fields__)
+    fields = [name for name, old, new in values if old != new and not MAY_CHANGE.get(name, _never)(old, new)]
     if fields:
         raise ConfigError(
             f"`continues`: {', '.join(fields)} must be those of the earlier task: a new task has none"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+from msgspec import UNSET
 from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.head import Dense, require_layers
@@ -18,7 +19,9 @@ from aggregator.algorithms.statistics.feature_map import FeatureMap, selected
 from aggregator.algorithms.statistics.noisy_ridge import Shortening
 from aggregator.graphs.head_export import head_to_onnx, max_difference
 from aggregator.intake.validation import Expectation, Prototypes, check_submission
+from aggregator.storage.heads import ADAPTER_MISSING
 from aggregator.training.jobs import (
+    FEW_IMAGES,
     FEW_PROTOTYPES,
     CollectionJob,
     HeadJob,
@@ -47,7 +50,10 @@ def run(job: HeadJob, workspace: Workspace) -> Result:
 
     def check(submission: Submission) -> Prototypes:
         part = check_submission(submission, expectation)
-        return dataclasses.replace(part, values=arrays.keep(part.values))
+        block = part.block
+        if block is not None:
+            block = dataclasses.replace(block, means=arrays.keep(block.means), rows=arrays.keep(block.rows))
+        return dataclasses.replace(part, values=arrays.keep(part.values), block=block)
 
     parts, invalid = checked_parts(job.submissions(workspace.blobs), check)
     data, judgment, counting = judged_set(
@@ -56,9 +62,11 @@ def run(job: HeadJob, workspace: Workspace) -> Result:
         widths=job.widths,
         robust=job.robust,
         released=job.released,
+        version=job.version,
         arrays=arrays,
     )
-    workspace.report({"prototypes": len(data.labels)})
+    numbers = np.bincount(data.labels, None if manifest.prototypes is UNSET else data.counts).astype(np.int64)
+    workspace.report({"prototypes": int(numbers.sum())})
     started_s = time.perf_counter()
     trained = job.method.train(data, job.training, report=workspace.report)
     require_layers(trained.layers, features=data.values.shape[1], classes=data.num_classes)
@@ -69,6 +77,8 @@ def run(job: HeadJob, workspace: Workspace) -> Result:
         "epochs": float(trained.epochs),
         "temperature": trained.temperature,
     }
+    if trained.adapter_missing:
+        figures[ADAPTER_MISSING] = 1.0
     features = np.zeros((len(data.values[:256]), job.feature_size), np.float32)
     features[:, columns] = data.values[:256]
     directions = directions_of(data) if job.has_novelty else None
@@ -76,11 +86,11 @@ def run(job: HeadJob, workspace: Workspace) -> Result:
         job, workspace, manifest, trained.layers, figures, features=features, directions=directions
     )
     return Result(
-        prototypes=len(data.labels),
+        prototypes=int(numbers.sum()),
         metrics={**metrics, "seconds": seconds},
         quarantined={**invalid, **judgment.quarantined},
         warning=judgment.warning,
-        few_prototypes=few_prototypes(np.bincount(data.labels), manifest),
+        few_prototypes=few_prototypes(numbers, manifest),
         counting=counting,
     )
 
@@ -117,4 +127,5 @@ def write_checked(
 
 def few_prototypes(numbers: NDArray[np.integer], manifest: TaskManifest) -> dict[str, int]:
     named = zip(manifest.classes, numbers.tolist(), strict=False)
-    return {name: number for name, number in named if 0 < number < FEW_PROTOTYPES}
+    few = FEW_PROTOTYPES if manifest.prototypes is UNSET else FEW_IMAGES
+    return {name: number for name, number in named if 0 < number < few}

@@ -290,6 +290,9 @@ def in_rounds(algorithm: str, settings: Mapping[str, Any]) -> RoundAlgorithm:
 FEW_PROTOTYPES = 5
 """A class with fewer rests on too few images for a reliable head."""
 
+FEW_IMAGES = 25
+"""As FEW_PROTOTYPES, of images in prototypes."""
+
 RESULT_FILE = "result.json"
 
 UNUSABLE = "a list of the second operator cannot be used"
@@ -313,12 +316,14 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     metrics: dict[str, float]
     prototypes: int = 0
+    """Or the images in them, where devices may upload principal prototypes."""
     quarantined: dict[str, str] = {}
     """Devices that the head was made without, with reasons."""
     warning: str = ""
     """Why outliers were not quarantined; empty if all of them were."""
     few_prototypes: dict[str, int] = {}
-    """Classes with fewer than FEW_PROTOTYPES prototypes, or images of class sums, and how many they have."""
+    """Classes with fewer than FEW_PROTOTYPES prototypes or images of class sums, or with fewer than FEW_IMAGES images
+    where devices may upload principal prototypes, and how many they have."""
     counting: Counting = Counting(0, 0)
 
 

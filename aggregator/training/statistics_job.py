@@ -6,23 +6,21 @@ matter. To compare the devices' means, it keeps a summary of each device, of a c
 """
 
 import dataclasses
-import itertools
-import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.novelty import class_directions
 from aggregator.algorithms.statistics.moments import WHOLE, Moments, add, class_means, factors, no_rows
-from aggregator.algorithms.statistics.ridge import TEMPERATURE, solve
+from aggregator.algorithms.statistics.ridge import solve
 from aggregator.graphs.head_export import map_to_onnx
 from aggregator.intake.validation import Expectation, Refused, check_statistics
 from aggregator.training.head_job import few_prototypes, write_checked
 from aggregator.training.jobs import Result, StatisticsJob, Workspace
 from aggregator.training.robust.outlier_detection import MIN_DEVICES as COMMON_DEVICES
-from aggregator.training.robust.outlier_detection import judge
+from aggregator.training.robust.outlier_detection import SHOWN_WARNINGS, cohorts_of, judge
 from aggregator.training.robust.outlier_statistics import DeviceSummary, summarized
 from aggregator.training.robust.training_set import MIN_COMMON_SHARE, distance_factors
 from aggregator.training.robust.weights import counted_images, counted_scatter, counting
@@ -30,12 +28,6 @@ from aggregator.training.statistics_sums import grouped, submitted_moments, summ
 from protocol.errors import BlobLost, ProtofleetError
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Submission
-
-SHOWN_WARNINGS = 3
-"""Cohorts whose warnings are shown."""
-
-COHORT = 500
-"""Devices that are compared with each other, in a larger fleet: that bounds what is kept of them."""
 
 
 @dataclasses.dataclass
@@ -82,7 +74,7 @@ def run(job: StatisticsJob, workspace: Workspace) -> Result:
         "loss": ridge.error,
         "strength": ridge.strength,
         "degrees_of_freedom": ridge.degrees_of_freedom,
-        "temperature": TEMPERATURE,
+        "temperature": ridge.temperature,
     }
     seconds = time.perf_counter() - started_s
     random = np.random.default_rng(0).exponential(size=(256, job.feature_size)).astype(np.float32)
@@ -180,17 +172,6 @@ def _compare(
     if job.robust.max_multiple:
         others = {device: one for device, one in summaries.items() if device not in sums.quarantined}
         sums.far |= distance_factors(others, classes=len(classes))
-
-
-def cohorts_of(devices: Collection[str], *, version: int) -> list[list[str]]:
-    """Return the devices in cohorts of similar size, of at most COHORT; no device chooses its own, which changes."""
-    number = max(1, math.ceil(len(devices) / COHORT))
-    order = (
-        sorted(devices, key=lambda device: digest_of(f"{version} {device}".encode()))
-        if number > 1
-        else devices
-    )
-    return [list(itertools.islice(order, start, None, number)) for start in range(number)]
 
 
 def weighted(

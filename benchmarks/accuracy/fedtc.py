@@ -95,6 +95,13 @@ def fleet_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option(
     "--batch", type=click.IntRange(min=1), default=5, show_default=True, help="Images in a prototype."
 )
+@click.option(
+    "--prototypes",
+    type=click.Choice(["auto", "batches"]),
+    default="auto",
+    show_default=True,
+    help="As `[client] prototypes` in the task file.",
+)
 @click.option("--recipe", type=click.Choice(["default", "paper"]), default="default", show_default=True)
 @click.option(
     "--restore/--no-restore",
@@ -123,6 +130,7 @@ def command(
     clients: int,
     precision: Precision,
     batch: int,
+    prototypes: Literal["auto", "batches"],
     recipe: Literal["default", "paper"],
     restore: bool | None,
     max_multiple: float,
@@ -136,6 +144,7 @@ def command(
     settings = Settings(
         clients=clients,
         batch_size=batch,
+        prototypes=prototypes,
         max_multiple=max_multiple,
         recipe=recipe_of(Training(recipe=recipe, restore=restore, epochs=epochs)),
     )

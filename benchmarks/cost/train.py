@@ -82,7 +82,7 @@ def command(*, names: tuple[str, ...], epochs: int, turns: int, json_file: Path 
 def _compare(name: str, *, epochs: int, turns: int) -> tuple[list[Head], dict[str, list[Head]]]:
     """Return the head after each epoch of the paper's recipe, and the finished heads of our turns."""
     features = load_features(name, backbone=BACKBONE, image_size=IMAGE_SIZE)
-    parts = fleet_prototypes(features, PARTITION, Settings(), seed=0)
+    parts = fleet_prototypes(features, PARTITION, Settings(prototypes="batches"), seed=0)
     data = combine(list(parts.values()), num_classes=features.classes)
     plain, recipe = _plain(data, features), list[Head]()
     ours: dict[str, list[Head]] = {title: [] for title in OURS}

@@ -108,15 +108,20 @@ def load_features(
             test=np.concatenate([part.test for part in parts], axis=1),
             normalized=all(part.normalized for part in parts),
             widths=tuple(part.train.shape[1] for part in parts),
+            layers=tuple(width for part in parts for width in part.layers or (part.train.shape[1],)),
         )
     name, _, layers = backbone.partition(":")
-    graph = backbone_file(backbone, image_size=image_size)
-    blocks = _block_names(graph) if layers else [""]
-    if precision == "int8":
-        graph = quantized_file(graph, data=data)
-    elif layers:
-        whole = backbone_file(f"{name}:all", image_size=image_size)
-        graph = whole if set(blocks) <= set(_block_names(whole)) else graph
+    if precision == "int8" or not layers:
+        graph = backbone_file(backbone, image_size=image_size)
+        blocks = _block_names(graph)
+        graph = quantized_file(graph, data=data) if precision == "int8" else graph
+    else:
+        graph = backbone_file(f"{name}:all", image_size=image_size)
+        known, blocks = _block_names(graph), [f"/{layer}" for layer in layers.split(",")]
+        if not set(blocks) <= set(known):  # a group, or a block that `all` leaves out
+            selected = backbone_file(backbone, image_size=image_size)
+            blocks = _block_names(selected)
+            graph = graph if set(blocks) <= set(known) else selected
     file = graph.parent / f"{cached_name(data, at_most)}.npz"
     if not file.is_file():
         _extract(data, open_backbone(graph), file, at_most=at_most)
@@ -125,7 +130,8 @@ def load_features(
             np.concatenate([arrays[part + block] for block in blocks], axis=1) for part in ("train", "test")
         )
         labels = {part: arrays[part] for part in ("train_labels", "test_labels")}
-    return Features(train=train, test=test, **labels, normalized=bool(layers))
+        widths = tuple(arrays["test" + block].shape[1] for block in blocks)
+    return Features(train=train, test=test, **labels, normalized=bool(layers), layers=widths)
 
 
 def _block_names(graph: Path) -> list[str]:
@@ -133,18 +139,20 @@ def _block_names(graph: Path) -> list[str]:
     return [f"/{block.name}" for block in open_backbone(graph).metadata.blocks or ()] or [""]
 
 
-def prepared(features: Features, *, root: bool, validation: bool) -> Features:
+def prepared(features: Features, *, root: bool, validation: bool, seed: int = SPLIT_SEED) -> Features:
     """Take the square root of features, which is not in the product, or hold out images for validation.
 
-    With `validation`, VALIDATION of the training images take the place of the test images.
+    With `validation`, VALIDATION of the training images take the place of the test images, a quarter if there are no
+    more; the seed chooses them.
     """
     train, labels, test, truth = (
         *(features.train, features.train_labels),
         *(features.test, features.test_labels),
     )
     if validation:
-        order = np.random.default_rng(SPLIT_SEED).permutation(len(labels))
-        held_out, rows = order[:VALIDATION], order[VALIDATION:]
+        order = np.random.default_rng(seed).permutation(len(labels))
+        number = VALIDATION if len(order) > VALIDATION else len(order) // 4
+        held_out, rows = order[:number], order[number:]
         train, labels, test, truth = train[rows], labels[rows], train[held_out], labels[held_out]
     if root:
         train, test = (np.sign(part) * np.sqrt(np.abs(part)) for part in (train, test))

@@ -18,6 +18,10 @@ export function counted(number, noun) {
 }
 
 /** The server's time, in unix seconds. */
+export function prototypesOf(status) {
+  return status.counted === "images" ? "Images in prototypes" : "Prototypes";
+}
+
 export function now() {
   return Date.now() / 1000 + fleet.skew_s;
 }

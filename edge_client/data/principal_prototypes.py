@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.statistics.principal_prototypes import IMAGES_PER_ROW, PrincipalPrototypes
+from protocol.wire.principal_prototypes import IMAGES_PER_ROW, PrincipalPrototypes
 
 FIRST_IMAGES = 200
 """Images of a block of which each IMAGES_PER_ROW have a row; of the others, twice as many."""

@@ -24,9 +24,9 @@ from edge_client.storage.image_group_record import Block, Key, Partition
 from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
 from protocol.errors import BlobLost
 from protocol.log import event
-from protocol.statistics.principal_prototypes import MAX_VALUES, MIN_BLOCK_IMAGES, MIN_GROUP_IMAGES
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import TaskManifest
+from protocol.wire.principal_prototypes import MAX_VALUES, MIN_BLOCK_IMAGES, MIN_GROUP_IMAGES
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class ReleasedBlock:
 
 @dataclass(frozen=True)
 class Grouping:
-    """The images that are released: those of each class, and for tasks with blocks those of blocks."""
+    """The images of a device that are released: of each class, and in blocks, which only tasks with blocks have."""
 
     classes: list[ReleasedImages]
     blocks: list[ReleasedBlock] = field(default_factory=list)

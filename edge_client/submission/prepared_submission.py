@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 from numpy.typing import NDArray
 
 from edge_client.data.principal_prototypes import principal_prototypes
@@ -21,7 +22,6 @@ from edge_client.submission.image_grouping import ReleasedBlock, ReleasedImages,
 from edge_client.training.local_round import LocalModel
 from protocol.cli import counted, plain
 from protocol.errors import PrivacyRefused, ProtofleetError
-from protocol.statistics.principal_prototypes import PrincipalPrototypes, joined
 from protocol.statistics.secure_sums import masked, sealed_mask, submission_context
 from protocol.wire.codec import digest_of, encode, to_array, to_tensor, to_unsigned
 from protocol.wire.messages import (
@@ -32,7 +32,8 @@ from protocol.wire.messages import (
     TaskManifest,
     Tensor,
 )
-from protocol.wire.quantization import prototype_fields
+from protocol.wire.principal_prototypes import PrincipalPrototypes, joined
+from protocol.wire.quantization import principal_fields, prototype_fields
 
 
 class NoPrototype(ProtofleetError):
@@ -225,7 +226,11 @@ def encode_submission(
     if private != (prepared.privacy is not None) or (private and prepared.loss is not None):
         raise PrivacyRefused(FAILED)
     if manifest.program is None and manifest.statistics is None:
-        fields = prototype_fields(prepared.prototypes, prepared.block)
+        fields = (
+            prototype_fields(prepared.prototypes)
+            if manifest.prototypes is UNSET
+            else principal_fields(prepared.prototypes, prepared.block)
+        )
     else:
         fields = {"prototypes": to_tensor(prepared.prototypes), "tensors": dict(prepared.tensors)}
     operator, counts = manifest.second_operator, prepared.counts

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from protocol.cli import run
 from protocol.threads import available_cores
 
-NEEDS = ("amqtt", "onnx", "onnxruntime", "onnxscript", "rich", "sklearn", "torch")
+NEEDS = ("amqtt", "onnx", "onnxruntime", "rich", "sklearn")
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import contextlib
 import signal
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +18,16 @@ from rich.console import Console
 from rich.live import Live
 from threadpoolctl import threadpool_limits
 
+from aggregator.config.task_file import load_task
+from aggregator.config.training_packages import missing_packages
 from aggregator.status.collect import collect_status
 from aggregator.storage.open_store import open_store
 from examples.quickstart import digits as data
-from examples.quickstart.fleet import Fleet, Usage, accuracy_of, predict
+from examples.quickstart.fleet import Fleet, Usage
 from examples.quickstart.folder import ALGORITHMS, Folder, device_names, prepare
-from examples.quickstart.report import DeviceResult, Result, progress, show
+from examples.quickstart.report import Accuracy, DeviceResult, Result, progress, show
 from protocol.cli import counted
-from protocol.errors import ConfigError, ProtofleetError, StateError
+from protocol.errors import ConfigError, ProtofleetError, RuntimeMissing, StateError
 
 if TYPE_CHECKING:
     from examples.quickstart.measure import Comparison
@@ -105,6 +107,8 @@ def _demo(
     digits = data.load()
     deal = data.deal(digits.labels, devices=devices, seed=seed)
     prepare(folder, digits, deal, names=names, seed=seed, algorithm=algorithm)
+    if reason := missing_packages(load_task(folder.task)[0]):
+        raise RuntimeMissing(f"{reason}: pip install -e '.[cpu,demo,train]'")
     _print(
         console,
         f"{len(digits.labels):,} handwritten digits: {len(digits.labels) - len(deal.held_out):,} on {devices} "
@@ -112,34 +116,27 @@ def _demo(
     )
     summary, usage = _run_fleet(folder, names, timeout_s=timeout_s, console=console)
     head, rounds = summary["heads"][-1], (summary["round"] or {"rounds": 0})["rounds"]
-    made = f"head trained on {head['prototypes']} prototypes in {head['metrics']['seconds']:.1f} s"
+    made = f"head trained on {summary['submissions']} submissions in {head['metrics']['seconds']:.1f} s"
     _print(console, f"{counted(rounds, 'round')} on the devices" if rounds else made)
-    images = folder.held_out_images()
-    with console.status("evaluating the head on held-out images"):
-        # In rounds, a head is bound to its device's mean and deviation of features, and to its local model.
-        accuracies = [accuracy_of(predict(folder, name, images)) for name in (names if rounds else names[:1])]
     with console.status("comparing with other classifiers") as status:
-        others = _compare(folder, status.update)
-    alone = others.alone
+        others = _compare(folder, names, status.update)
     return Result(
         algorithm=summary["algorithm"],
         rounds=rounds,
-        accuracy=statistics.mean(accuracies),
+        fleet=_mean(others.fleet.values()),
+        alone=_mean(others.alone.values()),
         nearest_mean_accuracy=others.nearest_mean,
         logistic_regression_accuracy=others.logistic_regression,
-        alone_accuracy=statistics.mean(alone.values()) if alone else None,
         devices=len(summary["devices"]),
         submissions=summary["submissions"],
         prototypes=head["prototypes"],
         bytes_up=sum(row["bytes"] for row in summary["devices"]),
         onnx_max_difference=head["metrics"].get("onnx_max_difference"),
         seconds=round(time.monotonic() - started_s, 2),
-        held_out_images=len(images),
+        held_out_images=len(deal.held_out),
         head=summary["head_path"],
         model=summary["model_path"],
-        per_device=tuple(
-            _device(folder, row, usage[row["device"]], alone.get(row["device"])) for row in summary["devices"]
-        ),
+        per_device=tuple(_device(folder, row, usage[row["device"]], others) for row in summary["devices"]),
     )
 
 
@@ -176,14 +173,20 @@ def _status(folder: Folder) -> dict[str, Any]:
         return {}
 
 
-def _compare(folder: Folder, on_step: Callable[[str], None]) -> "Comparison":
+def _compare(folder: Folder, names: tuple[str, ...], on_step: Callable[[str], None]) -> "Comparison":
     from examples.quickstart.measure import compare  # brings ONNX Runtime, which the fleet must not wait for
 
     with threadpool_limits(1):  # the matrices are small: more threads take longer on a busy machine
-        return compare(folder, on_step)
+        return compare(folder, names, on_step)
 
 
-def _device(folder: Folder, row: dict[str, Any], usage: Usage, alone: float | None) -> DeviceResult:
+def _mean(accuracies: Iterable[Accuracy]) -> Accuracy:
+    pairs = list(accuracies)
+    own, every = (statistics.mean(getattr(each, name) for each in pairs) for name in ("own", "all"))
+    return Accuracy(own, every)
+
+
+def _device(folder: Folder, row: dict[str, Any], usage: Usage, others: "Comparison") -> DeviceResult:
     return DeviceResult(
         device=row["device"],
         classes=tuple(sorted(path.name for path in folder.images(row["device"]).iterdir())),
@@ -192,9 +195,8 @@ def _device(folder: Folder, row: dict[str, Any], usage: Usage, alone: float | No
         bytes_up=row["bytes"],
         cpu_s=round(usage.cpu_s, 2),
         peak_memory_bytes=usage.peak_memory_bytes,
-        correct=row["correct"],
-        incorrect=row["incorrect"],
-        alone_accuracy=alone,
+        fleet=others.fleet[row["device"]],
+        alone=others.alone[row["device"]],
     )
 
 

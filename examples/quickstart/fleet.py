@@ -1,7 +1,6 @@
 """The demo's processes, each run by its own command line: an aggregator with its broker, and the devices."""
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from examples.quickstart.folder import FLEET, Folder
 from protocol.errors import ProtofleetError
@@ -155,28 +154,6 @@ class Fleet:
         log = self._folder.logs / f"{name}.log"
         text = log.read_text(encoding="utf-8", errors="replace").strip()
         return f"{text.splitlines()[-1]} (see {log})" if text else f"it logged nothing in {log}"
-
-
-def predict(folder: Folder, device: str, images: Iterable[Path]) -> list[dict[str, Any]]:
-    """Return what a device's own command line predicts for images of any class, offline: one JSON object each.
-
-    Raises:
-        ProtofleetError: it failed.
-    """
-    options = ("--json", "--top", "1", "--prior", "none", "--state", folder.state(device))
-    command = ("edge_client.cli", "predict", *options)
-    done = subprocess.run(
-        [*_python(*command), *map(str, images)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise ProtofleetError(f"edge-client predict failed: {done.stderr.strip()}")
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def accuracy_of(predictions: list[dict[str, Any]]) -> float:
-    """Return the share of predictions that name the folder of their image."""
-    correct = [bool(line["label"] == Path(line["image"]).parent.name) for line in predictions]
-    return sum(correct) / len(correct)
 
 
 def peak_memory_bytes(pid: int) -> int:

@@ -22,6 +22,15 @@ STEPS = 4
 """Steps of a device: connected, uploaded, head received, head evaluated."""
 
 
+class Accuracy(msgspec.Struct, frozen=True):
+    """Shares of the images of no device that a head classifies correctly."""
+
+    own: float
+    """Of the images of the device's own classes; the mean over devices, of several heads."""
+    all: float
+    """Of all images."""
+
+
 class DeviceResult(msgspec.Struct, frozen=True, kw_only=True):
     """One device's row."""
 
@@ -34,11 +43,10 @@ class DeviceResult(msgspec.Struct, frozen=True, kw_only=True):
     """CPU time of its process, seconds."""
     peak_memory_bytes: int
     """Peak of its process's resident memory; 0 where there is no /proc."""
-    correct: int
-    """Of its held-out images, those that the fleet's head classifies correctly."""
-    incorrect: int
-    alone_accuracy: float | None
-    """Accuracy on the images of no device of a head trained on this device's prototypes alone; None with rounds."""
+    fleet: Accuracy
+    """Of its head from the fleet, with the prior that `edge-client predict` has by default."""
+    alone: Accuracy
+    """Of a head that is trained on its own images only."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,14 +55,14 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     algorithm: str
     rounds: int
     """0 for an algorithm without."""
-    accuracy: float
-    """Accuracy of the fleet's head on the images of no device; with rounds, mean over the heads of all devices."""
-    nearest_mean_accuracy: float | None
-    """The same of the nearest class mean of the same prototypes; None with rounds."""
+    fleet: Accuracy
+    """Of the heads that the devices have from the fleet, mean over the devices."""
+    alone: Accuracy
+    """Of heads of one device's images, mean over the devices."""
+    nearest_mean_accuracy: float
+    """Of the nearest class mean, with the images of all devices in one place."""
     logistic_regression_accuracy: float
-    """The same of logistic regression on the features of all devices' images in one place."""
-    alone_accuracy: float | None
-    """The same of heads trained on one device's prototypes, mean over the devices; None with rounds."""
+    """Of logistic regression, with the images of all devices in one place."""
     devices: int
     submissions: int
     prototypes: int
@@ -117,7 +125,7 @@ def show(result: Result, folder: Folder, console: Console) -> None:
         f"{_short(unseen[-1])}"
     )
     status = f"{_program('aggregator')} status --state {_short(folder.aggregator)}"
-    console.print("", _devices(result), "", _verdict(result), "", sep="\n")
+    console.print("", _devices(result), _gain(first), "", _verdict(result), "", sep="\n", highlight=False)
     difference = result.onnx_max_difference
     for line in (
         f"Uploaded {_uploaded(result)}, and no image.",
@@ -140,45 +148,47 @@ def show(result: Result, folder: Folder, console: Console) -> None:
 
 def _devices(result: Result) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_footer=True, padding=(0, 1, 0, 0), pad_edge=False)
-    correct = sum(row.correct for row in result.per_device)
-    incorrect = sum(row.incorrect for row in result.per_device)
-    for header, footer in {
-        "device": f"{result.devices} devices",
-        "digits": "",
-        "images": f"{sum(row.images for row in result.per_device):,}",
-        "prototypes": f"{result.prototypes:,}",
-        "bytes up": f"{result.bytes_up:,}",
-        "local accuracy": f"{correct / max(correct + incorrect, 1):.1%}",
-        **({} if result.alone_accuracy is None else {"alone": f"{result.alone_accuracy:.1%}"}),
-    }.items():
-        justify: Literal["left", "right"] = "left" if header in {"device", "digits"} else "right"
+    for header, footer in (
+        ("\ndevice", f"{result.devices} devices"),
+        ("\ndigits", ""),
+        ("\nimages", f"{sum(row.images for row in result.per_device):,}"),
+        ("\nbytes up", f"{result.bytes_up:,}"),
+        *zip(
+            ("own digits:\nfleet", "\nalone", "all digits:\nfleet", "\nalone"), _shares(result), strict=True
+        ),
+    ):
+        justify: Literal["left", "right"] = "left" if header in {"\ndevice", "\ndigits"} else "right"
         table.add_column(header, footer, justify=justify, no_wrap=True)
     for row in result.per_device:
-        tried = row.correct + row.incorrect
-        local = f"{row.correct}/{tried} {row.correct / max(tried, 1):6.1%}"
-        table.add_row(
-            row.device,
-            " ".join(row.classes),
-            *(f"{number:,}" for number in (row.images, row.prototypes, row.bytes_up)),
-            local,
-            *([] if row.alone_accuracy is None else [f"{row.alone_accuracy:.1%}"]),
-        )
+        numbers = (f"{number:,}" for number in (row.images, row.bytes_up))
+        table.add_row(row.device, " ".join(row.classes), *numbers, *_shares(row))
     return table
+
+
+def _shares(row: DeviceResult | Result) -> list[str]:
+    return [f"{share:.1%}" for share in (row.fleet.own, row.alone.own, row.fleet.all, row.alone.all)]
+
+
+def _gain(row: DeviceResult) -> str:
+    """Return what a device gains from the fleet."""
+    fleet, alone = row.fleet, row.alone
+    return (
+        f" {row.device} has seen two digits and now knows ten: {fleet.all:.1%} ({alone.all:.1%} alone).\n"
+        f" On its own two digits it has {fleet.own:.1%} ({alone.own:.1%} alone)."
+    )
 
 
 def _verdict(result: Result) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for name, share, style in (
-        ("heads of the devices, mean" if result.rounds else "head of the fleet", result.accuracy, "green"),
-        ("nearest class mean, same prototypes", result.nearest_mean_accuracy, "cyan"),
+        ("head of the fleet", result.fleet.all, "green"),
+        ("nearest class mean, pooled images", result.nearest_mean_accuracy, "cyan"),
         ("logistic regression, pooled images", result.logistic_regression_accuracy, "cyan"),
-        ("head of one device, of two digits", result.alone_accuracy, "red"),
+        ("head of one device, of two digits", result.alone.all, "red"),
     ):
-        if share is None:
-            continue
         bar = ProgressBar(total=1, completed=share, width=28, complete_style=style, finished_style=style)
         table.add_row(name, bar, f"[bold {style}]{share:.1%}[/]")
-    title = f" Accuracy on {result.held_out_images} held-out images, which no device has"
+    title = f" Accuracy on all ten digits, {result.held_out_images} images that no device has"
     return Group(title, Padding(table, (0, 0, 0, 3)))
 
 
@@ -193,7 +203,7 @@ def _uploaded(result: Result) -> str:
     if result.rounds:
         when = f"in each of {result.rounds} rounds" if result.rounds > 1 else "in one round"
         return f"{when}: {size} of {_IN_ROUNDS.get(result.algorithm, 'averaged projections')}"
-    return f"in all: {size} of averaged features"
+    return f"in all: {size}"
 
 
 def _cost(result: Result) -> str:

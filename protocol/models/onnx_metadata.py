@@ -42,6 +42,8 @@ class Block(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     width: _Size
     residual: bool = False
     """True if `export-backbone --layers residual` takes it."""
+    depthwise: bool = False
+    """True if `export-backbone --layers depthwise` takes it; absent from files of earlier versions."""
 
 
 class BackboneMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="backbone", tag_field="kind"):

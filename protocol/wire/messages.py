@@ -336,7 +336,7 @@ class HeadRef(msgspec.Struct, frozen=True, kw_only=True):
     devices: Positive
     """Devices whose prototypes it was trained on."""
     prototypes: Positive
-    """Prototypes it was trained on."""
+    """Prototypes it was trained on; where the task's `prototypes` is `auto`, the images in them."""
     metrics: Annotated[dict[Text, Figure], Meta(max_length=32)] = {}
     """Training metrics, for display."""
     round: Natural | None = None
@@ -490,7 +490,11 @@ class Submission(Message, frozen=True, kw_only=True, tag="submission"):
     round: Natural = 0
     """The round; 0 without rounds."""
     tensors: TensorMap = {}
-    """Exactly `range`, finite `f2` (2, L); with a program exactly its `uploaded`; with class sums `second_moment`."""
+    """With a program exactly its `uploaded`; with class sums `second_moment`; else `range`, finite `f2` (2, L).
+
+    Where the task's `prototypes` is `auto`, `range` may be `u1` (2, L), in 256 steps between the two values of
+    `limits`, finite `f2` (2), which is there then.
+    """
     loss: Annotated[float, Meta(ge=-1e6, le=1e6)] | None = None
     """Mean training loss of the last epoch."""
     privacy: Privacy | None = None

@@ -11,7 +11,7 @@ from protocol.errors import ConfigError
 from protocol.models.onnx_metadata import BackboneMetadata
 from protofleet.simulation.dataset import Dataset
 
-LAST, RESIDUAL = "last", "residual"
+LAST, RESIDUAL, DEPTHWISE = "last", "residual", "depthwise"
 
 DEPTHWISE_PAIRS = 2
 """Pairs of neighboring depthwise blocks, the deepest ones, that are compared by default."""
@@ -26,6 +26,7 @@ class Candidate:
         parts: numbers of the backbones, each with the names of its blocks; none if it has one feature.
         columns: of these features among those of all backbones, (L,).
         widths: number of values of each backbone.
+        layers: number of values of each layer; empty for one.
         normalized: True if the backbones have normalized them.
     """
 
@@ -34,11 +35,14 @@ class Candidate:
     columns: NDArray[np.int64]
     widths: tuple[int, ...]
     normalized: bool
+    layers: tuple[int, ...] = ()
 
     def of(self, data: Dataset) -> Dataset:
         """Return a dataset of these features alone."""
         columns = data.features[:, self.columns]
-        return replace(data, features=columns, widths=self.widths, normalized=self.normalized)
+        return replace(
+            data, features=columns, widths=self.widths, layers=self.layers, normalized=self.normalized
+        )
 
 
 def list_candidates(
@@ -63,7 +67,7 @@ def list_candidates(
         one, other = backbones[first], backbones[second]
         if one.weights_sha256 == other.weights_sha256 or bool(one.blocks) != bool(other.blocks):
             continue  # one network at two sizes, or features on two scales
-        for choice in layers or ([[LAST], [LAST, RESIDUAL]] if one.blocks else [[]]):
+        for choice in layers or ([[LAST], [LAST, RESIDUAL], [DEPTHWISE]] if one.blocks else [[]]):
             mine, theirs = (_blocks(each, choice) for each in (one, other))
             if mine is not None and theirs is not None:
                 pairs.append(_candidate(backbones, choice, ((first, mine), (second, theirs))))
@@ -80,21 +84,24 @@ def _usual(backbone: BackboneMetadata) -> list[list[str]]:
     names = [block.name for block in backbone.blocks]
     depthwise = [name for name in names if name[:1] == "c" and name[1:].isdigit()]
     pairs = list(itertools.pairwise(depthwise))[-DEPTHWISE_PAIRS:]
-    choices = [[LAST], [RESIDUAL], [LAST, RESIDUAL]]
+    choices = [[LAST], [RESIDUAL], [LAST, RESIDUAL], [DEPTHWISE]]
     choices += [[*before, *pair] for pair in pairs for before in ([], [RESIDUAL])]
-    return [each for each in choices if _blocks(backbone, each)] or [names]
+    found = dict[tuple[str, ...], list[str]]()
+    for choice in choices:
+        if blocks := _blocks(backbone, choice):
+            found.setdefault(blocks, choice)
+    return list(found.values()) or [names]
 
 
 def _blocks(backbone: BackboneMetadata, choice: Sequence[str]) -> tuple[str, ...] | None:
     """Return the names of the chosen blocks, in the file's order; None if the backbone has not all of them."""
     blocks = backbone.blocks or ()
     known = {block.name for block in blocks}
-    wanted = set(choice) - {RESIDUAL}
-    if RESIDUAL in choice:
-        residual = {block.name for block in blocks if block.residual}
-        if not residual:
-            return None
-        wanted |= residual
+    groups = {
+        RESIDUAL: {block.name for block in blocks if block.residual},
+        DEPTHWISE: {block.name for block in blocks if block.depthwise},
+    }
+    wanted = {name for each in choice for name in groups.get(each) or {each}}
     if not wanted <= known:
         return None
     return tuple(block.name for block in blocks if block.name in wanted)
@@ -112,8 +119,16 @@ def _candidate(
         parts=parts,
         columns=np.concatenate(columns),
         widths=tuple(map(len, columns)),
+        layers=tuple(width for number, blocks in parts for width in _widths(backbones[number], blocks)),
         normalized=all(blocks for _, blocks in parts),
     )
+
+
+def _widths(backbone: BackboneMetadata, names: Sequence[str]) -> Iterator[int]:
+    """Yield the number of values of each of a backbone's blocks with these names, or of its one feature."""
+    if not names:
+        yield backbone.feature_size
+    yield from (block.width for block in backbone.blocks or () if block.name in names)
 
 
 def _columns(backbones: Sequence[BackboneMetadata], number: int, names: Sequence[str]) -> Iterator[int]:

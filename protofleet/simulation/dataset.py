@@ -19,6 +19,7 @@ from edge_client.runtime.backbone import Backbone
 from edge_client.storage.feature_cache import FeatureCache
 from protocol.class_folders import class_folders
 from protocol.errors import ConfigError
+from protocol.models.onnx_metadata import BackboneMetadata
 from protofleet.features import AnyBackbone, load_backbones
 from protofleet.images import BATCH_SIZE
 from protofleet.prototypes import check_rows
@@ -38,6 +39,7 @@ class Dataset:
         unusable: images that were left out, with reasons.
         normalized: True if the backbones have normalized the features, as `export-backbone --layers` makes them do.
         widths: the number of values of each backbone; empty for one.
+        layers: the number of values of each layer; empty for one.
 
     Raises:
         ConfigError: shapes, labels and names do not fit each other.
@@ -52,6 +54,7 @@ class Dataset:
     unusable: tuple[tuple[Path, str], ...] = ()
     normalized: bool = False
     widths: tuple[int, ...] = ()
+    layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         labels = np.asarray(self.labels)
@@ -133,7 +136,12 @@ def load_dataset(
         unusable=tuple(unusable),
         normalized=all(each.metadata.blocks for each in backbones),
         widths=widths,
+        layers=tuple(width for each in backbones for width in _layers(each.metadata)),
     )
+
+
+def _layers(backbone: BackboneMetadata) -> list[int]:
+    return [block.width for block in backbone.blocks or ()] or [backbone.feature_size]
 
 
 def _sampled(images: Sequence[LabeledImage], per_class: int | None) -> list[LabeledImage]:

@@ -1,15 +1,17 @@
 """Prototypes in process: the devices' and the aggregator's own functions and messages, without a network."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
+from msgspec import UNSET
 from numpy.typing import NDArray
 
 from aggregator.intake.validation import Expectation, Prototypes, check_submission, read_message
 from protocol.wire.codec import digest_of, encode, to_unsigned
 from protocol.wire.messages import BlobRef, Submission, TaskManifest
-from protocol.wire.quantization import prototype_fields
-from protofleet.prototypes import batch_prototypes
+from protocol.wire.quantization import principal_fields, prototype_fields
+from protofleet.prototypes import batch_prototypes, device_prototypes
 from protofleet.simulation.engine import LOCAL, Engine
 from protofleet.simulation.fleet import Features
 
@@ -25,7 +27,9 @@ def task_manifest(algorithm: str, classes: int, **settings: Any) -> TaskManifest
     )
 
 
-def expectation_of(features: Features, *, alpha: float, batch_size: int) -> Expectation:
+def expectation_of(
+    features: Features, *, alpha: float, batch_size: int, prototypes: Literal["auto", "batches"] = "auto"
+) -> Expectation:
     """Return a task of prototypes as the aggregator would publish it."""
     manifest = task_manifest(
         "fedtc",
@@ -34,6 +38,7 @@ def expectation_of(features: Features, *, alpha: float, batch_size: int) -> Expe
         batch_size=batch_size,
         min_images=min(2, batch_size),
         seed=0,
+        prototypes="auto" if prototypes == "auto" else UNSET,
     )
     return Expectation(digest_of(encode(manifest)), manifest, features.train.shape[1])
 
@@ -53,20 +58,25 @@ def fleet_submissions(
     numbers = np.unique(owners).tolist()
     rows = ((number, owners == number) for number in numbers)
     items = ((number, features.train[mine], features.train_labels[mine]) for number, mine in rows)
-    made = engine.map(_encoded, (expectation, seed), items, count=len(numbers))
+    shared = (expectation, features.layers, seed)
+    made = engine.map(_encoded, shared, items, count=len(numbers))
     return {str(number): payload for number, payload in zip(numbers, made, strict=True) if payload}
 
 
 def _encoded(
-    shared: tuple[Expectation, int], device: tuple[int, NDArray[np.float32], NDArray[np.int64]]
+    shared: tuple[Expectation, Sequence[int], int],
+    device: tuple[int, NDArray[np.float32], NDArray[np.int64]],
 ) -> bytes:
     """Return a client's encoded submission; empty if it has nothing to send."""
-    (expectation, seed), (number, features, labels) = shared, device
+    (expectation, layers, seed), (number, features, labels) = shared, device
     task = expectation.manifest
-    mine = batch_prototypes(
-        features, labels, batch_size=task.batch_size, alpha=task.alpha, seed=(seed, number)
+    options: dict[str, Any] = {"batch_size": task.batch_size, "alpha": task.alpha, "seed": (seed, number)}
+    mine = (
+        batch_prototypes(features, labels, **options)
+        if task.prototypes is UNSET
+        else device_prototypes(features, labels, widths=layers, **options)
     )
-    if not len(mine.labels):
+    if not len(mine.labels) and mine.block is None:
         return b""
     return encode(
         submission_of(
@@ -74,7 +84,11 @@ def _encoded(
             mine.counts,
             task=expectation.task,
             images=len(labels),
-            **prototype_fields(mine.values.astype(np.float16)),
+            **(
+                prototype_fields(mine.values.astype(np.float16))
+                if task.prototypes is UNSET
+                else principal_fields(mine.values.astype(np.float16), mine.block)
+            ),
         )
     )
 

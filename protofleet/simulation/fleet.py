@@ -19,6 +19,8 @@ class Features:
     """Whether the backbones have normalized them."""
     widths: tuple[int, ...] = ()
     """The number of values of each backbone; empty for one."""
+    layers: tuple[int, ...] = ()
+    """The number of values of each layer; empty for one."""
 
     @property
     def classes(self) -> int:
@@ -53,5 +55,6 @@ def pooled(clients: Sequence[Client]) -> tuple[Features, NDArray[np.int64]]:
         test_labels=clients[0].test_labels,
         normalized=clients[0].normalized,
         widths=clients[0].widths,
+        layers=clients[0].layers,
     )
     return features, np.repeat(np.arange(len(clients)), [len(client.train) for client in clients])

@@ -283,6 +283,7 @@ def deal(
                     weights=_weights(data.labels[own], present, len(data.classes)),
                     normalized=data.normalized,
                     widths=data.widths,
+                    layers=data.layers,
                 )
             )
     return clients

@@ -27,7 +27,7 @@ from protocol.wire.codec import digest_of
 from protocol.wire.messages import BlobRef, TaskManifest
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition, share_out
-from research.defaults.blocks import BACKBONE, DEVICES, IMAGE_SIZE, Upload, accuracy
+from research.defaults.block_size import BACKBONE, DEVICES, IMAGE_SIZE, Upload, accuracy
 
 COLUMNS = {
     "data": "<14", "images": ">7", "what happens": "<16", "blocks": ">7.1%", "MB": ">6.2f", "batches": ">8.1%",

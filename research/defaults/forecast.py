@@ -40,7 +40,7 @@ COLUMNS = {
 @json_option
 def command(*, names: tuple[str, ...], seeds: tuple[int, ...], json_file: Path | None) -> None:
     """Compare the forecast of a head, by a fifth of its images that is held out, with the gain on test images."""
-    table, runs = Table(COLUMNS, title="mobilenetv2_100, default layers, B 5"), []
+    table, runs = Table(COLUMNS, title="mobilenetv2_100:last,residual, B 5"), []
     for name in names:
         features = load_features(name, backbone="mobilenetv2_100:last,residual", image_size=SETS[name])
         available = int(np.bincount(features.train_labels).min())

@@ -1,9 +1,11 @@
 """`python -m research poisoning`: heads of a fleet in which attackers upload false prototypes."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, get_args
 
 import click
 import numpy as np
@@ -13,21 +15,25 @@ from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedtc.adapter import torch_device
 from aggregator.algorithms.fedtc.recipe import recipe_of
 from aggregator.algorithms.fedtc.train_head import train_head
-from aggregator.config.schema import Robust
+from aggregator.config.schema import MAX_MULTIPLE, Robust
 from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.outlier_detection import judge
 from aggregator.training.robust.outlier_statistics import summaries
-from aggregator.training.robust.training_set import combine, pool
+from aggregator.training.robust.training_set import combine
 from benchmarks.accuracy.fedtc import partitions_option
 from benchmarks.data.images import NAMES
-from benchmarks.fleets import Settings, accuracy_of, fleet_prototypes, training_set
+from benchmarks.fleets import Settings, accuracy_of, fleet_prototypes
 from benchmarks.options import repeated, selected
 from benchmarks.report import Table, json_option, write_json
+from protocol.wire.principal_prototypes import PrincipalPrototypes
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition
 from research.poisoning.data_options import DataOptions, data_options
 
 ATTACKS = ("flip", "noise", "scale", "volume", "near")
+BLOCK_ATTACKS = ("rows", "along", "diagonal", "zero", "counts")
+"""Of blocks alone: longer rows; rows along the differences of the class means, with the sum of squares of the device's
+images; a greater diagonal; no rows and no diagonal; and more images than the device has."""
 PARTITIONS = ("dirichlet:0.5",)
 SHARES = (0.0, 0.1, 0.2, 0.3)
 NOISE_SCALE = 3.0
@@ -39,6 +45,14 @@ SCALE = 3.0
 VOLUME = 50
 """Times that a device with the attack `volume` or `near` repeats its prototypes."""
 
+TIMES: Mapping[str, tuple[float, float, int]] = MappingProxyType(
+    {"rows": (30, 1, 1), "diagonal": (1, 1000, 1), "zero": (0, 0, 1), "counts": (1, 1, 1000)}
+)
+"""Factors of a block's rows, diagonal and counts."""
+
+Form = Literal["batches", "auto"]
+"""As `[client] prototypes` in the task file."""
+
 Method = Literal["unlimited", "none", "check"]
 METHODS: tuple[Method, ...] = ("unlimited", "none", "check")
 """`unlimited` limits nothing. `none` has no outlier detection, and the limits of weights and means; `check` has all."""
@@ -49,6 +63,7 @@ class Result:
     """One fleet."""
 
     partition: str
+    form: Form
     attack: str
     """Empty without attackers."""
     share: float
@@ -71,7 +86,8 @@ class Result:
 @partitions_option(*PARTITIONS)
 @click.option("--clients", type=click.IntRange(min=1), default=20, show_default=True)
 @repeated("--share", "shares", type=click.FloatRange(0, 1), default=SHARES)
-@selected("--attack", "attacks", choices=ATTACKS)
+@selected("--form", "forms", choices=get_args(Form))
+@selected("--attack", "attacks", choices=(*ATTACKS, *BLOCK_ATTACKS))
 @click.option(
     "--false-alarm-rate",
     type=click.FloatRange(0, 0.5, min_open=True),
@@ -96,6 +112,7 @@ def command(
     partitions: list[Partition],
     clients: int,
     shares: tuple[float, ...],
+    forms: tuple[Form, ...],
     attacks: tuple[str, ...],
     false_alarm_rate: float,
     epochs: int | None,
@@ -116,15 +133,24 @@ def command(
     )
     features = source.load()
     methods = methods if train else ()
-    columns = {"partition": "<15", "attack": "<7", "share": ">6.0%", "found": ">9", "false alarms": ">14"}
+    columns = {
+        "partition": "<15",
+        "form": "<7",
+        "attack": "<8",
+        "share": ">6.0%",
+        "found": ">9",
+        "false alarms": ">14",
+    }
     table = Table({**columns, **dict.fromkeys(methods, ">14")}, title=source.title(clients))
     results: list[Result] = []
     for partition in partitions:
         for share in shares:
-            for attack in attacks if share else ("",):
+            for form, attack in itertools.product(forms, attacks if share else ("",)):
+                if form == "batches" and attack in BLOCK_ATTACKS:
+                    continue
                 runs = [
                     run(
-                        *(features, partition, settings),
+                        *(features, partition, dataclasses.replace(settings, prototypes=form)),
                         attack=attack,
                         share=share,
                         false_alarm_rate=false_alarm_rate,
@@ -168,17 +194,16 @@ def run(
         if method == "check" and not quarantined and "none" in accuracies:
             accuracies[method] = accuracies["none"]
             continue
-        data = (
-            training_set(pool(list(uploaded.values())), features)
-            if method == "unlimited"
-            else combine(
-                included if method == "check" else list(uploaded.values()), num_classes=features.classes
-            )
+        data = combine(
+            included if method == "check" else list(uploaded.values()),
+            num_classes=features.classes,
+            max_multiple=0 if method == "unlimited" else MAX_MULTIPLE,
         )
         trained = train_head(data, settings.recipe, seed=seed, device=settings.device)
         accuracies[method] = accuracy_of(trained.layers, features)
     return Result(
         partition=str(partition),
+        form=settings.prototypes,
         attack=attack,
         share=share,
         seed=seed,
@@ -202,24 +227,63 @@ def falsified(part: Prototypes, attack: str, *, centers: NDArray[np.float32], se
     Args:
         part: those of an honest device.
         attack: with the label of the next class (`flip`), also repeated (`volume`); repeated and moved half of the way
-            to the nearest other class (`near`); noise (`noise`), or multiples of them (`scale`).
+            to the nearest other class (`near`); noise (`noise`), or multiples of them (`scale`); or one of
+            BLOCK_ATTACKS, which changes a block alone.
         centers: the mean of each class (C, L).
         seed: of the noise.
     """
+    block = None if part.block is None else _false_block(part.block, attack, centers=centers, seed=seed)
+    if attack in BLOCK_ATTACKS:
+        return dataclasses.replace(part, block=block)
     rows = np.tile(np.arange(len(part.labels)), VOLUME if attack in ("volume", "near") else 1)
-    values, labels, counts = part.values[rows], part.labels[rows], part.counts[rows]
+    values, labels = _false_means(part.values[rows], part.labels[rows], attack, centers=centers, seed=seed)
+    return Prototypes(values, labels, part.counts[rows], block=block)
+
+
+def _false_means(
+    values: NDArray[np.float32],
+    labels: NDArray[np.int64],
+    attack: str,
+    *,
+    centers: NDArray[np.float32],
+    seed: int,
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     if attack in ("flip", "volume"):
-        return Prototypes(values, (labels + 1) % len(centers), counts)
+        return values, (labels + 1) % len(centers)
     if attack == "near":
         squares = ((centers[:, None] - centers) ** 2).sum(axis=2)
         np.fill_diagonal(squares, np.inf)
         away = (centers[squares.argmin(axis=1)] - centers)[labels]
-        return Prototypes(values + np.float32(0.5) * away, labels, counts)
+        return values + np.float32(0.5) * away, labels
     if attack == "scale":
-        return Prototypes(np.float32(SCALE) * values, labels, counts)
-    noise = np.random.default_rng(seed).normal(size=values.shape)
-    scale = NOISE_SCALE * float(values.std())
-    return Prototypes((scale * noise).astype(np.float32), labels, counts)
+        return np.float32(SCALE) * values, labels
+    if attack == "noise" and len(values):
+        noise = np.random.default_rng(seed).normal(size=values.shape)
+        return (NOISE_SCALE * float(values.std()) * noise).astype(np.float32), labels
+    return values, labels
+
+
+def _false_block(
+    block: PrincipalPrototypes, attack: str, *, centers: NDArray[np.float32], seed: int
+) -> PrincipalPrototypes:
+    means, labels = _false_means(block.means, block.labels, attack, centers=centers, seed=seed)
+    of_rows, of_diagonal, of_counts = TIMES.get(attack, (1, 1, 1))
+    rows, diagonal = np.float32(of_rows) * block.rows, np.float32(of_diagonal) * block.diagonal
+    squares = float((rows**2).sum() + diagonal.sum())
+    if attack in ("volume", "near"):  # repeated
+        rows, diagonal, of_counts = np.float32(np.sqrt(VOLUME)) * rows, VOLUME * diagonal, VOLUME
+    elif attack == "scale":
+        rows, diagonal = np.float32(SCALE) * rows, np.float32(SCALE**2) * diagonal
+    elif attack == "noise":
+        noise = np.random.default_rng([seed, 1]).normal(size=rows.shape)
+        deviation = NOISE_SCALE * float(block.means.std()) * np.sqrt(block.images / max(len(rows), 1))
+        rows = (deviation * noise).astype(np.float32)
+    elif attack == "along" and len(rows):
+        axes = np.linalg.svd(centers - centers.mean(axis=0), full_matrices=False)[2][: len(centers) - 1]
+        axes = axes[: len(rows)]
+        rows = (np.sqrt(squares / len(axes)) * axes).astype(np.float32)
+        diagonal = np.zeros_like(diagonal)
+    return PrincipalPrototypes(means, labels, of_counts * block.counts, rows, diagonal)
 
 
 def row(runs: Sequence[Result]) -> tuple[Any, ...]:
@@ -229,4 +293,4 @@ def row(runs: Sequence[Result]) -> tuple[Any, ...]:
     false_alarms = f"{sum(one.false_alarms for one in runs)}/{sum(one.honest for one in runs)}"
     values = ([100 * one.accuracies[method] for one in runs] for method in first.accuracies)
     cells = (f"{np.mean(each):.1f} ± {np.std(each):.1f}" for each in values)
-    return (first.partition, first.attack or "-", first.share, found, false_alarms, *cells)
+    return (first.partition, first.form, first.attack or "-", first.share, found, false_alarms, *cells)

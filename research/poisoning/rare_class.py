@@ -75,7 +75,9 @@ def command(
 ) -> None:
     """Measure what one device can do with a class that no other device has."""
     recipe = dataclasses.replace(recipe_of(Training()), adapter=adapter)
-    settings = Settings(clients=clients, alpha=0.99, batch_size=BATCH, recipe=recipe, device="cpu")
+    settings = Settings(
+        clients=clients, alpha=0.99, batch_size=BATCH, prototypes="batches", recipe=recipe, device="cpu"
+    )
     features = source.load()
     columns = {
         "its class": "<18",

@@ -43,15 +43,16 @@ def fit_linear(scene: Scene) -> LinearDecoder:
     end = int(FITTED * len(features))
     errors = {
         strength: float(np.square(pixels[end:] - deviations[end:] @ weights).sum())
-        for strength, weights in _ridges(deviations[:end], pixels[:end], STRENGTHS).items()
+        for strength, weights in ridges(deviations[:end], pixels[:end], STRENGTHS).items()
     }
     best = min(errors, key=errors.__getitem__)
-    return LinearDecoder(centers, looks, _ridges(deviations, pixels, (best,))[best])
+    return LinearDecoder(centers, looks, ridges(deviations, pixels, (best,))[best])
 
 
-def _ridges(
+def ridges(
     inputs: NDArray[np.float32], outputs: NDArray[np.float32], strengths: tuple[float, ...]
 ) -> dict[float, NDArray[np.float32]]:
+    """Return the ridge regression (L, P) of outputs (n, P) on inputs (n, L) with each strength."""
     variances, axes = np.linalg.eigh((inputs.T @ inputs).astype(np.float64))
     along = axes.T @ (inputs.T @ outputs)
     return {

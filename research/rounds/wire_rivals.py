@@ -20,9 +20,12 @@ from numpy.typing import NDArray
 
 from aggregator.intake.validation import Prototypes
 from benchmarks.accuracy.wire import methods
-from benchmarks.accuracy.wire.command import fleet_of, loaded, measure, wire_options
-from benchmarks.accuracy.wire.methods import DEEPER, LAYERS, LINEAR, Fleet, Point, linear_head
-from benchmarks.data.images import NAMES
+from benchmarks.accuracy.wire.command import DATA, fleet_of, loaded, measure, wire_options
+from benchmarks.accuracy.wire.methods import DEEPER, LINEAR, Fleet, Point, linear_head, momentum_head
+from benchmarks.accuracy.wire.sums import HEADS, accuracy_of, ridge, rows_of, sums_of
+from benchmarks.accuracy.wire.tuned import Momentum, tuned
+from benchmarks.data.features import SPLIT_SEED
+from benchmarks.options import repeated
 from benchmarks.report import Table
 from protocol.wire.codec import encode
 from protocol.wire.quantization import dequantize, prototype_fields, quantize
@@ -32,11 +35,6 @@ from protofleet.simulation.fleet import Features
 GROUPS = (0, 5)
 """Images of a mean that FedCOF sends; 0 is all of a class."""
 
-SHRINKAGE: Mapping[str, tuple[float, ...]] = MappingProxyType(
-    {"": (3.0, 0.3), "residual": (1.0, 0.03), "c384,c576": (0.03, 0.1)}
-)
-"""FedCOF's gamma for each of GROUPS, by layers: the best of `tune-wire`."""
-
 RANDOM_FEATURES = 4096
 ROUNDS = 30
 LINEAR_GRID = tuple(
@@ -45,11 +43,19 @@ LINEAR_GRID = tuple(
     for epochs in (1, 5)
 )
 MOMENTUM_GRID = tuple(
-    replace(methods.MOMENTUM, learning_rate=rate, calibrated=calibrated)
-    for rate in (0.001, 0.003, 0.01, 0.03)
+    Momentum(learning_rate, epochs, calibrated)
+    for learning_rate in (0.001, 0.003, 0.01, 0.03, 0.1)
+    for epochs in (1, 5)
     for calibrated in (False, True)
 )
-SHRINKAGES = (0.03, 0.1, 0.3, 1.0, 3.0)
+STRENGTHS: Mapping[str, tuple[float, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(("AFL", "FedCGS"), (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0)),
+        "GH-LDA": (0.0003, 0.001, 0.003, 0.01, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9),
+    }
+)
+"""Ridges of heads of sums, and shrinkages."""
+SHRINKAGES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 """FedCOF's gamma, relative to the mean square of the means' values."""
 
 RIDGES, WIDTHS = (0.001, 0.01, 0.1, 1.0), (0.5, 1.0, 2.0)
@@ -63,7 +69,8 @@ def fedcof(fleet: Fleet, *, shrinkage: float, group: int = 0, layers: str = "") 
     regression needs, without the scatter between classes. A class's weights are divided by their length. Means are
     sent as FedTC's prototypes are.
     """
-    rows = methods.rows_of(fleet.of_layers(layers).features)
+    fleet = fleet.of_layers(layers)
+    rows = rows_of(fleet.features)
     sent, size = _class_means(fleet, rows, group)
     labels = np.concatenate([part.labels for part in sent])
     counts = np.concatenate([part.counts for part in sent])
@@ -76,17 +83,17 @@ def fedcof(fleet: Fleet, *, shrinkage: float, group: int = 0, layers: str = "") 
         away = mine - sums[label] / images.sum()
         covariance = (away * images[:, None]).T @ away / max(len(mine) - 1, 1)
         scatter += (images.sum() - 1) * (covariance + shrunk * np.eye(len(scatter)))
-    weight = np.linalg.solve(scatter, sums.T)
+    weight = ridge(scatter, sums.T, 0.0)
     weight /= np.linalg.norm(weight, axis=0)
     yield Point(
         setting=f"groups of {group}" if group else "class means",
-        accuracy=methods.accuracy_of(rows, rows.test @ weight),
+        accuracy=accuracy_of(rows, (weight, np.zeros(rows.classes))),
         bytes_up=float(size),
     )
 
 
 def _fedcof_rows(fleet: Fleet, *, layers: str) -> Iterator[Point]:
-    for group, shrinkage in zip(GROUPS, SHRINKAGE[layers], strict=True):
+    for group, shrinkage in zip(GROUPS, tuned(fleet.data, layers).fedcof, strict=True):
         yield from fedcof(fleet, group=group, shrinkage=shrinkage, layers=layers)
 
 
@@ -128,7 +135,7 @@ def fed3r_rf(
     number: int = RANDOM_FEATURES,
 ) -> Iterator[Point]:
     """Yield ridge regressions of random features of a Gaussian kernel, whose sums devices send in float32."""
-    rows = methods.rows_of(fleet.features)
+    rows = rows_of(fleet.features)
     length = float(np.linalg.norm(rows.train, axis=1).mean())
     rng = np.random.default_rng(fleet.seed)
     directions = (rng.normal(size=(rows.train.shape[1], number)) / width / length).astype(np.float32)
@@ -136,12 +143,14 @@ def fed3r_rf(
     train, test = (
         np.sqrt(2 / number) * np.cos(part @ directions + phases) for part in (rows.train, rows.test)
     )
-    square, of_classes = methods.sums(train, rows.train_labels)
+    sums = sums_of(train, rows.train_labels)
+    randomized = replace(rows, train=train, test=test)
     values = number * (number + 1) // 2 + rows.classes * number
-    for ridge in ridges:
+    for strength in ridges:
+        weight = ridge(sums.square, sums.of_classes, strength)
         yield Point(
             setting=f"{number:,}",
-            accuracy=methods.accuracy_of(rows, test @ methods.ridge(square, of_classes, ridge)),
+            accuracy=accuracy_of(randomized, (weight, np.zeros(rows.classes))),
             bytes_up=float(methods.FLOAT32 * values * len(np.unique(fleet.owners))),
         )
 
@@ -162,28 +171,62 @@ def command(**options: Any) -> None:
     measure(METHODS, **options)
 
 
+Candidate = tuple[str, str, str]
+"""A method, layers and a setting."""
+
+
 @click.command("tune-wire")
-@click.option("--data", type=click.Choice(NAMES), default="fashion_mnist", show_default=True)
+@click.option("--data", type=click.Choice(DATA), default="fashion_mnist", show_default=True)
 @click.option("--images", type=click.IntRange(min=1), help="Training images of all devices.  [default: all]")
-def tune(*, data: str, images: int | None) -> None:
-    """Show the accuracy of every candidate of the rivals' settings on validation images."""
-    fleet = fleet_of(loaded(data, validation=True), images, 0)
-    table = Table({"method": "<30", "layers": "<12", "setting": "<44", "validation": ">12.2%"})
+@repeated(
+    "--layers", "names", default=tuple(DEEPER.values()), help="As in `export-backbone`; may be repeated."
+)
+@repeated(
+    "--seed",
+    "seeds",
+    type=int,
+    default=(0,),
+    help="Of the devices' and the validation images; may be repeated.",
+)
+def tune(*, data: str, images: int | None, names: tuple[str, ...], seeds: tuple[int, ...]) -> None:
+    """Show the accuracy of every candidate of the rivals' settings on validation images, mean of the seeds."""
+    table = Table({"method": "<30", "layers": "<16", "setting": "<44", "validation": ">12.2%"})
+    for layers in names:
+        found: dict[Candidate, list[float]] = {}
+        for seed in seeds:
+            fleet = fleet_of(data, loaded(data, validation=SPLIT_SEED + seed), images, seed)
+            for candidate, accuracy in _candidates(fleet, layers):
+                found.setdefault(candidate, []).append(accuracy)
+        for candidate, accuracies in found.items():
+            table.row(*candidate, float(np.mean(accuracies)))
+
+
+def _candidates(fleet: Fleet, layers: str) -> Iterator[tuple[Candidate, float]]:
+    """Yield the accuracy of every setting of these layers."""
+    rows = rows_of(fleet.of_layers(layers).features)
+    sums = sums_of(rows.train.astype(np.float64), rows.train_labels)
+    for method, strengths in STRENGTHS.items():
+        for strength in strengths:
+            accuracy = accuracy_of(rows, HEADS[method][0](sums, strength))
+            yield (method, layers, f"strength {strength:g}"), accuracy
+    for group in GROUPS:
+        for shrinkage in SHRINKAGES:
+            (point,) = fedcof(fleet, group=group, shrinkage=shrinkage, layers=layers)
+            yield (f"FedCOF, {point.setting}", layers, f"shrinkage {shrinkage:g}"), point.accuracy
+    for momentum in MOMENTUM_GRID:
+        (point,) = momentum_head(fleet, rounds=(ROUNDS,), layers=layers, momentum=momentum)
+        yield ("FedAvg, momentum", layers, str(momentum)), point.accuracy
+    if not layers:
+        yield from _last_layer(fleet)
+
+
+def _last_layer(fleet: Fleet) -> Iterator[tuple[Candidate, float]]:
+    """Yield the accuracy of every setting of methods that are measured on the last layer only."""
     for recipe in LINEAR_GRID:
         (point,) = linear_head(fleet, rounds=(ROUNDS,), recipe=recipe)
         setting = f"learning rate {recipe.learning_rate:g}, {recipe.epochs} epochs"
-        table.row("FedAvg", "", setting, point.accuracy)
-    for layers in ("", *LAYERS.values()):
-        for recipe in MOMENTUM_GRID:
-            (point,) = methods.momentum_head(fleet, rounds=(ROUNDS,), layers=layers, recipe=recipe)
-            calibrated = ", calibrated" if recipe.calibrated else ""
-            setting = f"learning rate {recipe.learning_rate:g}{calibrated}"
-            table.row("FedAvg, momentum", layers, setting, point.accuracy)
-        for group in GROUPS:
-            for shrinkage in SHRINKAGES:
-                (point,) = fedcof(fleet, group=group, shrinkage=shrinkage, layers=layers)
-                table.row(f"FedCOF, {point.setting}", layers, f"shrinkage {shrinkage:g}", point.accuracy)
+        yield ("FedAvg", "", setting), point.accuracy
     for width in WIDTHS:
         points = fed3r_rf(fleet, ridges=RIDGES, width=width, number=RANDOM_FEATURES)
-        for ridge, point in zip(RIDGES, points, strict=True):
-            table.row("Fed3R-RF", "", f"width {width:g}, ridge {ridge:g}", point.accuracy)
+        for strength, point in zip(RIDGES, points, strict=True):
+            yield ("Fed3R-RF", "", f"width {width:g}, ridge {strength:g}"), point.accuracy

@@ -19,6 +19,7 @@ from benchmarks.data.features import BACKBONES, cached_name
 from benchmarks.data.images import DIGITS
 from protocol.storage.blobstore import file_digest
 from protofleet.simulation.fleet import Features
+from tests.support.graphs.backbones import tiny_backbone
 
 FEATURES = 12
 
@@ -100,7 +101,7 @@ def fill_cache(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, F
     weights.write_bytes(b"weights")
     cache = folder / "cache" / f"mobilenetv2_100-96-{file_digest(weights).hex()[:16]}"
     cache.mkdir()
-    (cache / "backbone.onnx").write_bytes(b"never opened")
+    (cache / "backbone.onnx").write_bytes(tiny_backbone())
     for name, features in files.items():
         arrays = {key: values for key, values in vars(features).items() if key != "normalized"}
         np.savez(cache / f"{name}.npz", **arrays)

@@ -84,13 +84,18 @@ def digits() -> Features:
 
 def test_fleet_is_trained_from_encoded_submissions(digits: Features) -> None:
     """Ten devices with two classes each come near the ceiling; their messages are little larger than the tensors."""
-    result = run_fleet(digits, Partition("sharding", 2), DEFAULT, seed=0)
+    batches = replace(DEFAULT, prototypes="batches")
+    result = run_fleet(digits, Partition("sharding", 2), batches, seed=0)
     assert result.devices == 10
     assert result.images / 5 >= result.prototypes > 0.9 * result.images / 5
     assert 0.98 * len(digits.train) <= result.images <= len(digits.train)
     assert result.tensor_bytes == 64 * result.prototypes
     assert result.accuracy > 0.92
     assert run_ceiling(digits, DEFAULT, seed=0).accuracy > result.accuracy
+    principal = run_fleet(digits, Partition("sharding", 2), DEFAULT, seed=0)
+    assert (principal.prototypes, principal.images) == (20, result.images)
+    assert principal.tensor_bytes < result.tensor_bytes
+    assert principal.accuracy > 0.9
 
 
 def test_clients_without_images_do_not_count(digits: Features) -> None:
@@ -101,12 +106,13 @@ def test_clients_without_images_do_not_count(digits: Features) -> None:
     assert result.accuracy > 0.9
 
 
-def test_roots_and_validation_images() -> None:
-    """Roots keep their sign; images held out for validation are training images."""
-    values = np.arange(-15_000, 5_000, dtype=np.float32)[:, None]
+@pytest.mark.parametrize(("images", "held_out"), [(20_000, VALIDATION), (400, 100)])
+def test_roots_and_validation_images(images: int, held_out: int) -> None:
+    """Roots keep their sign; images held out for validation are training images, at most a quarter of few."""
+    values = np.arange(-images // 2, images // 2, dtype=np.float32)[:, None]
     labels = np.arange(len(values))
     divided = prepared(Features(values, labels, values[:0], labels[:0]), root=True, validation=True)
-    assert len(divided.test_labels) == VALIDATION
+    assert len(divided.test_labels) == held_out
     assert set(divided.test_labels) | set(divided.train_labels) == set(labels)
     assert np.allclose(divided.train * np.abs(divided.train), values[divided.train_labels])
 

@@ -29,6 +29,9 @@ EXTRAS = (
 )  # fmt: skip
 """Packages that only extras bring."""
 
+TRAINING = ("onnxscript", "timm", "torch")
+"""Packages of the extras `train` and `export` alone that could be imported for a training."""
+
 EDGE_CLIENT = {
     "": ["--broker", "127.0.0.1:9", "--data", "{folder}", "--state", "{folder}/device"],
     "predict": ["predict", "photo.jpg", "--state", "{folder}/device"],
@@ -125,6 +128,75 @@ def test_missing_extra_is_one_line(
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
     assert pip_command(extra) in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "setting"),
+    [
+        ('algorithm = "fedpcl"', 'algorithm = "fedpcl"'),
+        ('[training]\nrecipe = "paper"', 'training.recipe = "paper"'),
+    ],
+    ids=["rounds", "adapter"],
+)
+def test_task_names_the_extra_that_it_needs(tmp_path: Path, settings: str, setting: str) -> None:
+    """Without PyTorch, `run` ends before it has a state, and `check` and `doctor` say so before."""
+    task, state = str(write_task(tmp_path, settings)), str(tmp_path / "state")
+    program = f"{without(*TRAINING)}from aggregator.cli import main"
+    install = pip_command("aggregator,cpu,train")
+    done = run_command(program, "run", "--task", task, "--state", state)
+    reason = f"{setting} needs onnxscript and torch"
+    assert (done.returncode, done.stderr) == (1, f"error: {reason}: {install}\n")
+    assert not Path(state).exists()
+    done = run_command(program, "check", task)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"note       {reason}, which this machine lacks: {install}\n" in done.stdout
+    done = run_command(program, "doctor", "--task", task, "--state", state, "--broker", "127.0.0.1:9")
+    assert done.returncode == 1
+    assert re.search(rf"failed +packages +{reason}\n +do: {re.escape(install)}\n", done.stdout)
+
+
+def test_task_of_one_upload_needs_no_pytorch(tmp_path: Path) -> None:
+    """`check` has no note on it, and `doctor` says what there is not."""
+    task = str(write_task(tmp_path))
+    program = f"{without(*TRAINING)}from aggregator.cli import main"
+    assert "torch" not in run_command(program, "check", task).stdout
+    given = ("--task", task, "--state", str(tmp_path / "state"), "--broker", "127.0.0.1:9")
+    shown = run_command(program, "doctor", *given).stdout
+    assert re.search(r"ok +packages +onnx \S+, no torch: neither rounds nor FedTC's adapter\n", shown)
+    task = str(write_task(tmp_path, '[training]\ndevice = "cuda"'))
+    text = "training.device is cuda, and torch is not installed"
+    assert re.search(rf"warning +runtime +{text}\n", run_command(program, "doctor", *given).stdout)
+
+
+def test_simulated_rounds_name_the_extra(tmp_path: Path) -> None:
+    done = run_command(
+        f"{without(*TRAINING)}from protofleet.cli import main",
+        *("simulate", str(tmp_path), "--backbone", "b.onnx", "--algorithm", "fpl"),
+    )
+    error = f"error: onnxscript is not installed: {pip_command('aggregator,cpu,train')}\n"
+    assert (done.returncode, done.stderr) == (1, error)
+
+
+def test_training_in_rounds_and_the_adapter_alone_import_pytorch() -> None:
+    """All other modules of the aggregator and the Python API are imported without it."""
+    program = f"""{without(*TRAINING)}
+import importlib, pkgutil, aggregator, protofleet
+for package in (aggregator, protofleet):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        try:
+            module.name.endswith("__main__") or importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            if error.name in {TRAINING}:
+                print(module.name)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [
+        "aggregator.algorithms.fedpcl_step",
+        "aggregator.algorithms.fedtc.adapter",
+        "aggregator.algorithms.layers",
+        "aggregator.graphs.parity",
+        "aggregator.graphs.tracing",
+    ]
 
 
 @pytest.mark.parametrize("name", SUMS)

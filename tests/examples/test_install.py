@@ -11,6 +11,7 @@ from examples import install
 from examples.install import TARGETS, Target
 
 DEMO, ALL = TARGETS["demo"], TARGETS["all"]
+TORCH_ALONE = Target("train", takes="", builds=("torch",))
 TORCH, TORCHVISION = "torch-2.13.0+cpu-py3-none-any.whl", "torchvision-0.28.0+cpu-py3-none-any.whl"
 PLAIN = ("torch-2.15.0-py3-none-any.whl", "torchvision-0.29.0-py3-none-any.whl")
 
@@ -39,13 +40,13 @@ def test_torch_without_cuda_of_pytorchs_index(tmp_path: Path, monkeypatch: pytes
         (folder := tmp_path / wheel.partition("-")[0]).mkdir()
         (folder / "index.html").write_text(f'<a href="{wheel.replace("+", "%2B")}">{wheel}</a>')
     monkeypatch.setattr(install, "CPU_INDEX", index := tmp_path.as_uri())
-    assert install.choose_build(DEMO) == ["--extra-index-url", index, "torch==2.13.0+cpu"]
+    assert install.choose_build(TORCH_ALONE) == ["--extra-index-url", index, "torch==2.13.0+cpu"]
 
 
 def test_torch_without_cuda_of_the_configured_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An older build without CUDA is preferred to a newer one with it."""
     configured(tmp_path, monkeypatch, TORCH, *PLAIN)
-    assert install.choose_build(DEMO) == ["torch==2.13.0+cpu"]
+    assert install.choose_build(TORCH_ALONE) == ["torch==2.13.0+cpu"]
 
 
 def test_all_builds_are_of_one_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,14 +65,14 @@ def test_index_that_does_not_answer_is_left_out(
         address = f"http://127.0.0.1:{silent.getsockname()[1]}/"
         monkeypatch.setattr(install, "CPU_INDEX", address)
         monkeypatch.setattr(install, "TIMEOUT_S", 0.5)
-        assert install.choose_build(DEMO) == []
+        assert install.choose_build(TORCH_ALONE) == []
     assert f"neither the package index nor {address} has torch without CUDA" in capsys.readouterr().out
 
 
 def test_gpu_keeps_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     configured(tmp_path, monkeypatch, TORCH)
     monkeypatch.setattr(install, "has_gpu", lambda: True)
-    assert install.choose_build(DEMO) == []
+    assert install.choose_build(TORCH_ALONE) == []
 
 
 @pytest.mark.parametrize("lists", ["echo 'GPU 0: NVIDIA H200'", "exit 9", "true"])
@@ -94,12 +95,12 @@ def test_gpu_is_one_that_the_driver_lists(
         ({"torch": "2.13.0+cpu", "torchvision": "0.28.0+cpu"}, False),
         ({"torch": "2.15.0"}, False),
     ],
-    ids=["demo's", "mixed", "both without CUDA", "with CUDA"],
+    ids=["torch alone", "mixed", "both without CUDA", "with CUDA"],
 )
-def test_tests_after_the_demo(
+def test_torch_is_installed_already(
     monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], *, removed: bool
 ) -> None:
-    """The demo's torch is replaced where torchvision exists only with CUDA; what works together stays."""
+    """It is replaced where torchvision exists only with CUDA; what works together stays."""
     monkeypatch.setattr(install, "cpu_builds", lambda _: [])
     monkeypatch.setattr(install, "_installed", versions.get)
     commands: list[tuple[str, ...]] = []
@@ -121,21 +122,38 @@ def test_build_that_cannot_be_installed(
 
     monkeypatch.setattr(install, "pip_install", pip_install)
     monkeypatch.setattr(install, "_size_bytes", lambda _: 1_200_000_000)
-    install.main("demo")
+    install.main("all")
     assert tried == [["torch==2.13.0+cpu"], []]
     printed = capsys.readouterr().out
-    assert DEMO.cpu in printed
-    assert DEMO.cuda in printed
+    assert ALL.takes in printed
+    assert ALL.with_cuda in printed
     assert "1.2 GB" in printed
 
 
 def test_readme_states_what_is_installed() -> None:
     """The sizes in the README are those that the installation states."""
     readme = Path("README.md").read_text(encoding="utf-8")
-    for command, target in {"demo": DEMO, "test": ALL}.items():
+    size, with_cuda = (takes.partition(" on disk")[0] for takes in (ALL.takes, ALL.with_cuda))
+    ends = {"demo": DEMO.takes.partition(" on disk")[0], "test": f"{size}, {with_cuda} with CUDA"}
+    for command, end in ends.items():
         (line,) = [line for line in readme.splitlines() if line.startswith(f"make {command} ")]
-        sizes = [takes.partition(" on disk")[0] for takes in (target.cpu, target.cuda)]
-        assert line.endswith(f"; {sizes[0]}, {sizes[1]} with CUDA")
+        assert line.endswith(f"; {end}")
+
+
+def test_demo_needs_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither build is looked for, and pip compiles nothing: Python does, what it imports."""
+    commands: list[tuple[str, ...]] = []
+
+    def pip(*arguments: str) -> bool:
+        commands.append(arguments)
+        return True
+
+    monkeypatch.setattr(install, "_pip", pip)
+    monkeypatch.setattr(install, "_newest_cpu_build", lambda *_: pytest.fail("looked for a build"))
+    assert install.pip_install(DEMO, install.choose_build(DEMO))
+    ((*options, extras),) = commands
+    assert "--no-compile" in options
+    assert extras == ".[cpu,demo]"
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,14 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from aggregator.config.schema import TaskFile
 from aggregator.config.task_file import load_task
-from aggregator.intake.validation import Prototypes
+from aggregator.config.training_packages import PACKAGES as TRAINING_PACKAGES
 from aggregator.tasks.task_preparation import checked_backbone
-from aggregator.training.robust.training_set import pool
 from edge_client.data.decoding import decode
 from edge_client.data.images import find_images
-from edge_client.data.statistics import group_rows
 from edge_client.runtime.backbone import open_backbone
 from examples.quickstart import digits as data
 from examples.quickstart.__main__ import main
@@ -40,11 +38,12 @@ from examples.quickstart.folder import (
     prepare,
     task_text,
 )
-from examples.quickstart.measure import Images, accuracy_alone, accuracy_of_nearest_mean, as_averaged
-from examples.quickstart.report import DeviceResult, Result, progress, show
+from examples.quickstart.measure import Images, accuracy_on, trained_alone
+from examples.quickstart.report import Accuracy, DeviceResult, Result, progress, show
 from protocol.errors import ConfigError, ProtofleetError
 from protocol.models.preprocessing import preprocess
 from protocol.storage.blobstore import file_digest
+from tests.support.fleets.aggregator_process import without
 from tests.support.fleets.fleet import aggregator_status, wait_until
 
 DIGITS = data.load()
@@ -148,13 +147,10 @@ def test_shipped_backbone_distinguishes_digits(tmp_path: Path) -> None:
     assert (distances.argmin(axis=1) == labels[100:]).mean() > 0.85
 
 
-CLOSED_FORM = ("--algorithm", "statistics")
-"""Much faster than FedTC, which trains an adapter; `make demo` runs FedTC."""
-
-
-def start(*arguments: str | Path) -> subprocess.Popen[str]:
+def start(*arguments: str | Path, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "examples.quickstart", *map(str, arguments)],
+        env=env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -242,30 +238,25 @@ def test_json_file_without_a_folder_is_refused_at_once(
     assert not (tmp_path / "out").exists()
 
 
-def test_statistics_are_compared_as_they_were_averaged() -> None:
-    """The head of a device's groups, and the means of all groups, are evaluated on mapped features."""
-    task = TaskFile(classes=data.CLASSES, backbones=("b.onnx",), algorithm="statistics")
+def test_devices_are_compared_on_the_same_images() -> None:
+    """A head alone knows its own classes, on which both heads are evaluated, and predicts no others."""
     pixels = (DIGITS.images.reshape(len(DIGITS.labels), -1) / 255).astype(np.float32)
-    held_out = as_averaged(Images(pixels[-300:], DIGITS.labels[-300:]), task)
-    assert held_out.features.shape == (300, 64 + 1024)
-    rows = as_averaged(Images(pixels[:-300], DIGITS.labels[:-300]), task).features.astype(np.int8)
-    groups = []
-    for label in range(10):
-        mine = rows[DIGITS.labels[:-300] == label]
-        values, counts = group_rows([mine], np.arange(len(mine)) % (len(mine) // 5), size=rows.shape[1])
-        labels = np.full(len(counts), label)
-        groups.append(Prototypes(values.astype(np.float32), labels, counts.astype(np.int64)))
-    assert accuracy_of_nearest_mean(pool(groups), held_out) > 0.8
-    of_two_digits = accuracy_alone(pool(groups[3:5]), held_out, task=task)
-    assert 0.15 < of_two_digits <= np.isin(held_out.labels, [3, 4]).mean()
-    assert accuracy_alone(pool(groups), held_out, task=task) > 0.9
+    test = Images(pixels[-300:], DIGITS.labels[-300:])
+    threes_and_fours = np.isin(DIGITS.labels[:-300], [3, 4])
+    own = Images(pixels[:-300][threes_and_fours], DIGITS.labels[:-300][threes_and_fours])
+    share = np.isin(test.labels, [3, 4]).mean()
+    alone = accuracy_on(test, trained_alone(own), own.labels)
+    assert alone.own > 0.95
+    assert alone.all == pytest.approx(alone.own * share)
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
-    """A whole run with five devices: its folder, what it printed and its JSON."""
+    """A whole run with five devices, without the packages of the extra `train`: its folder, its output and its JSON."""
     root = tmp_path_factory.mktemp("demo")
-    process = start("--out", root / "out", "--json", root / "result.json", "--devices", "5", *CLOSED_FORM)
+    (root / "sitecustomize.py").write_text(without(*TRAINING_PACKAGES, "timm"), encoding="utf-8")
+    arguments = ("--out", root / "out", "--json", root / "result.json", "--devices", "5")
+    process = start(*arguments, env={**os.environ, "PYTHONPATH": str(root)})
     printed, said = process.communicate(timeout=600)
     assert process.returncode == 0, said
     return root / "out", printed, json.loads((root / "result.json").read_text())
@@ -275,16 +266,14 @@ def test_fleet_is_more_accurate_than_a_device_alone(demo: tuple[Path, str, dict[
     """The head knows the digits of all devices; a device alone knows two."""
     _, _, result = demo
     assert (result["devices"], result["submissions"]) == (5, 5)
-    assert result["accuracy"] >= 0.95
-    assert 0.1 < result["alone_accuracy"] < 0.25
-    assert result["accuracy"] >= result["nearest_mean_accuracy"] - 0.01
+    assert result["fleet"]["all"] >= 0.95
+    assert result["fleet"]["own"] >= 0.97
+    assert result["alone"]["own"] >= 0.97
+    assert 0.1 < result["alone"]["all"] < 0.25
+    assert result["fleet"]["all"] >= result["nearest_mean_accuracy"] - 0.01
     assert result["logistic_regression_accuracy"] >= result["nearest_mean_accuracy"] > 0.9
     assert result["onnx_max_difference"] <= 1e-4
     assert result["bytes_up"] == sum(row["bytes_up"] for row in result["per_device"])
-    triangle = 256 * 257 // 2
-    assert result["bytes_up"] <= 2 * triangle * result["devices"], (
-        "two bytes for each value of a second moment"
-    )
     assert result["seconds"] > 0
 
 
@@ -314,13 +303,36 @@ def test_memory_of_a_device_is_not_the_demos() -> None:
     assert peak_memory_bytes(child.pid) == 0
 
 
+def test_fleet_is_measured_as_a_device_predicts(demo: tuple[Path, str, dict[str, Any]]) -> None:
+    """`edge-client predict` has the same accuracy by default: on its own digits with the labels' prior."""
+    out, _, result = demo
+    row = result["per_device"][1]
+    everything = [out / "held-out"]
+    own = [out / "held-out" / name for name in row["classes"]]
+    for folders, share, prior in (
+        (own, row["fleet"]["own"], "labels"),
+        (everything, row["fleet"]["all"], "none"),
+    ):
+        command = [sys.executable, "-m", "edge_client.cli", "predict", "--json", "--state"]
+        state = out / "devices" / row["device"] / "state"
+        done = subprocess.run([*command, state, *folders], capture_output=True, text=True, check=True)
+        found = [json.loads(line) for line in done.stdout.splitlines()]
+        assert {each["prior"] for each in found if each["known"] is not False} == {prior}
+        assert np.mean([each["label"] == Path(each["image"]).parent.name for each in found]) == share
+
+
 def test_output_agrees_with_json(demo: tuple[Path, str, dict[str, Any]]) -> None:
     """The table has every device, and the files that it names are there."""
     out, printed, result = demo
     for row in result["per_device"]:
         assert row["device"] in printed
         assert f"{row['bytes_up']:,}" in printed
-    assert f"{result['accuracy']:.1%}" in printed
+    first, head = result["per_device"][0], (result["fleet"], result["alone"])
+    assert all(f"{share:.1%}" in printed for accuracy in head for share in accuracy.values())
+    assert f"knows ten: {first['fleet']['all']:.1%} ({first['alone']['all']:.1%} alone)." in printed
+    assert (
+        f"own two digits it has {first['fleet']['own']:.1%} ({first['alone']['own']:.1%} alone)." in printed
+    )
     assert (out / "aggregator" / "head.onnx").samefile(result["head"])
     assert str(out / "aggregator" / "model.onnx") in printed
     assert Path(result["model"]).is_file()
@@ -343,12 +355,13 @@ def test_printed_commands_work(demo: tuple[Path, str, dict[str, Any]]) -> None:
 def test_table_fits_80_columns(tmp_path: Path) -> None:
     row = DeviceResult(
         device="device-01", classes=("3", "7"), images=146, prototypes=23, bytes_up=11969,
-        cpu_s=2.34, peak_memory_bytes=91_000_000, correct=29, incorrect=0, alone_accuracy=0.2,
+        cpu_s=2.34, peak_memory_bytes=91_000_000, fleet=Accuracy(1.0, 0.981), alone=Accuracy(0.993, 0.2),
     )  # fmt: skip
     result = Result(
         algorithm="fedtc",
         rounds=0,
-        accuracy=0.981, nearest_mean_accuracy=0.961, logistic_regression_accuracy=0.992, alone_accuracy=0.2,
+        fleet=Accuracy(0.994, 0.982), alone=Accuracy(0.992, 0.199),
+        nearest_mean_accuracy=0.961, logistic_regression_accuracy=0.991,
         devices=10, submissions=10, prototypes=230, bytes_up=119690,
         onnx_max_difference=1e-6, seconds=40.0, held_out_images=359, head="/h.onnx", model="/m.onnx",
         per_device=(row,) * 10,
@@ -357,19 +370,18 @@ def test_table_fits_80_columns(tmp_path: Path) -> None:
     show(result, filled(tmp_path), console)
     printed = console.export_text()
     assert "…" not in printed
-    assert "29/29 100.0%" in printed
-    assert all(share in printed for share in ("98.1%", "96.1%", "99.2%", "20.0%"))
+    assert re.search(r"device-01 +3 7 +146 +11,969 +100\.0% +99\.3% +98\.1% +20\.0%", printed)
+    assert re.search(r"10 devices +1,460 +119,690 +99\.4% +99\.2% +98\.2% +19\.9%", printed)
+    assert all(share in printed for share in ("96.1%", "99.1%"))
+    assert "device-01 has seen two digits and now knows ten: 98.1% (20.0% alone)." in printed
+    assert "On its own two digits it has 100.0% (99.3% alone)." in printed
     assert "12.0 kB uploaded, 2.3 s of CPU time, 91 MB of memory at its peak" in printed
-    in_rounds = msgspec.structs.replace(
-        *(result,), algorithm="fpl", rounds=10, alone_accuracy=None, nearest_mean_accuracy=None,
-        onnx_max_difference=None, per_device=(msgspec.structs.replace(row, alone_accuracy=None),) * 10,
-    )  # fmt: skip
+    in_rounds = msgspec.structs.replace(result, algorithm="fpl", rounds=10, onnx_max_difference=None)
     show(in_rounds, Folder(tmp_path), console)
     printed = console.export_text()
     assert "Uploaded in each of 10 rounds: 119.7 kB of averaged projections and changes of" in printed
     assert "12.0 kB uploaded in a round" in printed
-    assert "heads of the devices, mean" in printed
-    assert all(absent not in printed for absent in ("alone", "nearest", "one device", "Maximum", "None", "…"))
+    assert all(absent not in printed for absent in ("Maximum", "None", "…"))
 
 
 ROW = {"device": "device-01", "state": "online", "prototypes": 23, "bytes": 11969, "accuracy": None}
@@ -405,13 +417,26 @@ def test_progress_of_each_step(summary: dict[str, Any], expected: list[str]) -> 
     assert all(words in printed for words in expected), printed
 
 
+def test_rounds_name_what_they_need(
+    tmp_path: Path,
+    refused: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The demo's packages are enough for algorithms without rounds."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    refused("--out", tmp_path / "out", "--algorithm", "fpl")
+    said = "error: algorithm = \"fpl\" needs torch: pip install -e '.[cpu,demo,train]'\n"
+    assert capsys.readouterr().err.endswith(said)
+
+
 def test_missing_packages_are_named(tmp_path: Path) -> None:
     """With only the device's packages, one line names the missing packages and the command that installs them."""
     absent = tmp_path / "sitecustomize.py"
     absent.write_text(
         "import importlib.util as u\n"
         "found = u.find_spec\n"
-        "u.find_spec = lambda name, package=None: None if name in ('torch', 'rich') else found(name, package)\n"
+        "u.find_spec = lambda name, package=None: None if name in ('onnx', 'rich') else found(name, package)\n"
     )
     done = subprocess.run(
         [sys.executable, "-m", "examples.quickstart", "--out", tmp_path / "out"],
@@ -421,5 +446,5 @@ def test_missing_packages_are_named(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert done.stderr.startswith("error: the quickstart needs rich, torch: ")
+    assert done.stderr.startswith("error: the quickstart needs onnx, rich: ")
     assert len(done.stderr.splitlines()) == 1

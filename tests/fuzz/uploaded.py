@@ -4,9 +4,11 @@ import math
 from collections import Counter
 
 import numpy as np
+from msgspec import UNSET
 
 from aggregator.intake.validation import (
     Expectation,
+    Prototypes,
     Refused,
     check_evaluation,
     check_submission,
@@ -18,9 +20,11 @@ from protocol.wire.messages import MAX_IMAGES, Submission
 from tests.fuzz.mutations import of_message
 from tests.fuzz.target import Target
 from tests.support.messages.submissions import (
+    BLOCKS_EXPECTATION,
     EXPECTATION,
     ROUNDS_EXPECTATION,
     SHAPES,
+    block_submission,
     evaluation,
     round_submission,
     submission,
@@ -49,7 +53,7 @@ def upload(data: bytes) -> None:
             return
         assert len(message.correct) == len(message.incorrect) == 3
         return
-    for expectation in (EXPECTATION, ROUNDS_EXPECTATION, DEEP_EXPECTATION):
+    for expectation in (EXPECTATION, BLOCKS_EXPECTATION, ROUNDS_EXPECTATION, DEEP_EXPECTATION):
         _check(message, expectation)
 
 
@@ -71,18 +75,34 @@ def _check(message: Submission, expectation: Expectation) -> None:
         return
     rows = len(accepted.values)
     assert accepted.values.shape == (rows, expectation.prototype_size)
-    assert rows > 0
-    assert np.isfinite(accepted.values).all()
+    assert rows > 0 or accepted.block is not None
     assert accepted.labels.shape == accepted.counts.shape == (rows,)
-    assert accepted.labels.min() >= 0
-    assert accepted.labels.max() < len(expectation.manifest.classes)
-    assert accepted.counts.min() >= 2
-    assert accepted.counts.max() <= MAX_IMAGES
+    labels, counts = accepted.every
+    assert labels.min() >= 0
+    assert labels.max() < len(expectation.manifest.classes)
+    assert counts.min() >= 2
+    assert counts.max() <= MAX_IMAGES
+    _check_block(accepted)
     assert {name: array.shape for name, array in accepted.tensors.items()} == expectation.tensors
-    assert np.abs(accepted.values).max() < 65520, "no more than float16 holds"
+    assert np.abs(accepted.values).max(initial=0) < 65520, "no more than float16 holds"
     assert all(np.isfinite(array).all() for array in accepted.tensors.values())
     assert message.loss is None or math.isfinite(message.loss)
-    assert count_rows(message, expectation) == Counter(accepted.labels.tolist())
+    if expectation.manifest.prototypes is UNSET:
+        assert count_rows(message, expectation) == Counter(accepted.labels.tolist())
+    else:
+        assert sum(count_rows(message, expectation).values()) == counts.sum()
+
+
+def _check_block(accepted: Prototypes) -> None:
+    """Check principal prototypes: they can be those of images."""
+    if (block := accepted.block) is None:
+        return
+    size = accepted.values.shape[1]
+    assert block.means.shape == (len(block.labels), size)
+    assert (block.rows.shape[1:], block.diagonal.shape) == ((size,), (size,))
+    assert 10 * len(block.rows) <= block.images
+    assert all(np.isfinite(array).all() for array in (block.means, block.rows, block.diagonal))
+    assert ((block.rows.astype(float) ** 2).sum(axis=0) + block.diagonal).max() <= block.images * 65504.0**2
 
 
 UPLOADED = Target(
@@ -92,6 +112,7 @@ UPLOADED = Target(
         encode,
         (
             submission(),
+            block_submission(),
             round_submission(),
             round_submission(shapes={**SHAPES, "kernel": FOUR}),
             evaluation(),

@@ -15,20 +15,30 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from aggregator.algorithms.fedtc.recipe import RECIPES
+from aggregator.algorithms.fedtc.train_head import MIN_PROTOTYPES
 from aggregator.algorithms.hierarchical import Hierarchical
 from benchmarks.data.features import BACKBONES, cached_name
 from benchmarks.data.images import DataSet, Labeled
 from protofleet.simulation import rounds
 from protofleet.simulation.fleet import Features
-from research import published, restoration, statistics
+from research import blocks, published, restoration, statistics
 from research.__main__ import cli
 from research.cells import batches_of_cells
-from research.defaults import default_layers, drift, forecast, novelty, own_classes
+from research.defaults import default_layers, drift, forecast, head_choice, novelty, own_classes
 from research.defaults.class_prior import TRAINED_ON
+from research.poisoning import squares
 from research.poisoning.prototypes import METHODS
 from research.poisoning.rare_class import ATTACKS as RARE_CLASSES
 from research.poisoning.statistics import ATTACKS as FALSE_SUMS
-from research.privacy import directions, measurement, noisy_sums
+from research.privacy import (
+    directions,
+    measurement,
+    membership,
+    noisy_sums,
+    principal_prototypes,
+    row_decoder,
+)
+from research.privacy.uploads import Pool
 from tests.benchmarks.feature_factory import (
     domain,
     features_of_digits,
@@ -55,21 +65,51 @@ def five_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_blocks(five_classes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Principal prototypes have fewer bytes than batches of the same fleets."""
+    fleet = blocks.Fleet(layers="", at_most=600, images=500, devices=4)
+    monkeypatch.setitem(blocks.FLEETS, "even", (fleet,))
+    made = run(five_classes, "blocks", "--fleets", "even", "--seed", "0")["runs"][0]
+    (batches,), (auto,) = made["batches"], made["auto"]
+    assert auto["bytes_up"] < batches["bytes_up"]
+    assert auto["images"] == batches["images"]
+
+
 def test_poisoning(five_classes: Path) -> None:
     """False devices are found, others are not, and a head without them is as accurate as without an attack."""
     arguments = ["--images", "600", "--clients", "10", "--share", "0", "--share", "0.3", "--epochs", "20"]
     arguments += ["--attack", "flip", "--attack", "noise", "--attack", "scale", "--seed", "0"]
     runs = run(five_classes, "poisoning", *arguments)["runs"]
-    assert [(each["attack"], each["found"], each["attackers"], each["false_alarms"]) for each in runs] == [
-        ("", 0, 0, 0),
-        ("flip", 3, 3, 0),
-        ("noise", 3, 3, 0),
-        ("scale", 3, 3, 0),
+    assert [(each["form"], each["attack"], each["found"], each["false_alarms"]) for each in runs] == [
+        (form, attack, found, 0)
+        for attacks, found in (([""], 0), (["flip", "noise", "scale"], 3))
+        for form in ("batches", "auto")
+        for attack in attacks
     ]
-    honest, *attacked = (each["accuracies"] for each in runs)
-    assert honest.keys() == set(METHODS)
-    assert honest["check"] == honest["none"]
-    assert all(accuracies["check"] >= honest["check"] - 0.02 for accuracies in attacked)
+    for form in ("batches", "auto"):
+        honest, *attacked = (each["accuracies"] for each in runs if each["form"] == form)
+        assert honest.keys() == set(METHODS)
+        assert honest["check"] == honest["none"]
+        assert all(accuracies["check"] >= honest["check"] - 0.02 for accuracies in attacked)
+
+
+def test_squares(five_classes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head of a fleet with the attack predicts more squared images as the attacker's class."""
+    made = domain(1, classes=5, images=600)
+    part = Labeled(np.zeros((600, 8, 8), np.uint8), made.train_labels)
+    test = Labeled(part.images, made.test_labels)
+    monkeypatch.setattr(squares, "load_data", lambda _: DataSet(part, test))
+    monkeypatch.setattr(squares, "sample", lambda labeled, _: labeled)
+    monkeypatch.setattr(squares, "open_backbone", lambda _: None)
+    monkeypatch.setattr(squares, "backbone_file", lambda *_args, **_options: None)
+    far = np.eye(made.train.shape[1], dtype=np.float32)[0] * 9
+    monkeypatch.setattr(squares, "features_of", lambda images, *_: np.tile(far, (len(images), 1)))
+    arguments = ["--images", "600", "--share", "0.5", "--seed", "0"]
+    runs = run(five_classes, "squares", *arguments)["runs"]
+    assert [(each["form"], each["share"]) for each in runs] == [
+        (form, share) for form in ("batches", "auto") for share in (0.0, 0.5)
+    ]
+    assert all(each["accuracy"] > 0.8 for each in runs)
 
 
 def test_poisoned_statistics(five_classes: Path) -> None:
@@ -196,6 +236,18 @@ def test_directions(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(report["added"]) == 2
 
 
+def test_principal_prototypes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    random, labels = np.random.default_rng(0), np.arange(2000) % 2
+    images = random.integers(0, 255, size=(2000, 8, 8), dtype=np.uint8)
+    pool = Pool(random.normal(size=(2000, 24)).astype(np.float32), labels, images, (12, 12))
+    monkeypatch.setattr(principal_prototypes, "load_pool", lambda *_args, **_options: pool)
+    arguments = ["--at-most", "2000", "--images", "60", "--classes", "2", "--members", "60"]
+    report = run(tmp_path, "principal-prototypes", *arguments, "--decoder-epochs", "0")
+    assert [one["form"] for one in report["membership"]] == list(membership.FORMS)
+    assert [one["form"] for one in report["decoder"]] == list(row_decoder.FORMS)
+    assert report["sequences"][0]["released"] == "one block"
+
+
 def test_cells(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("research.cells.PUBLIC", 300)
     monkeypatch.setattr("research.cells.PER_CLASS", 20)
@@ -262,6 +314,19 @@ def test_own_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert gains["all"] > -0.01
 
 
+@pytest.mark.parametrize("option", ["--validation", "--leave-out"])
+def test_head_choice(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both heads are evaluated; that of 200 images is in closed form."""
+    made = features_of_digits(train=400, test=300)
+    monkeypatch.setattr(head_choice, "load_features", lambda *_args, **_options: made)
+    monkeypatch.setattr(head_choice, "ADAPTER", replace(head_choice.ADAPTER, min_steps=60))
+    monkeypatch.setitem(head_choice.CASES, "pacs", head_choice.Case("mnist", "", 200, partition="iid"))
+    (one,) = run(tmp_path, "head-choice", "--case", "pacs", "--seed", "0", option)["runs"]
+    assert 30 < one["prototypes"] < MIN_PROTOTYPES
+    assert min(one["closed form"], one["adapter"]) > 0.6
+    assert one["chosen"] == ("closed form" if option == "--validation" else None)
+
+
 def test_confidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before and after the calibration, for each head and each draw of the held-out images."""
     fill_cache(tmp_path, monkeypatch, {"mnist": features_of_digits(train=1000, test=700)})
@@ -297,29 +362,36 @@ def test_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layers_are_compared_on_the_same_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Residual sums are the only informative ones here; PACS has its domains in one, with or without sketches."""
+    """The last depthwise activation of training images is the only informative one here.
+
+    PACS has its domains in one, with or without sketches.
+    """
     wanted = []
 
     def load(name: str, *, backbone: str, image_size: int, at_most: int | None) -> Features:
         wanted.append((name, backbone, image_size, at_most))
         made = domain(0, classes=3, images=90)
-        return made if backbone.endswith(":residual") else replace(made, train=0 * made.train)
+        blank = replace(made, test=0 * made.test)
+        return blank if backbone.endswith(":c960") else replace(blank, train=0 * made.train)
 
     monkeypatch.setattr(default_layers, "load_features", load)
     chosen = ("--data", "pacs_without_sketches", "--data", "usps", "--backbone", "mobilenetv2_100")
-    made = run(tmp_path, "layers", *chosen, "--images", "20", "--draws", "2")
+    options = (*chosen, "--images", "20", "--draws", "2")
+    made = run(tmp_path, "layers", *options)
     assert [(each["data"], each["image_size"]) for each in made["runs"]] == [
-        ("pacs_without_sketches", 96), ("pacs_without_sketches", 224), ("usps", 96),
+        ("pacs_without_sketches", 224), ("usps", 96),
     ]  # fmt: skip
     for each in made["runs"]:
-        last, residual, both = np.array(each["accuracies"]).T
-        assert (residual > 0.8).all()
-        assert (last < 0.5).all()
-        assert (last == both).all()  # the same draws
+        of = dict(zip(made["layers"], np.array(each["accuracies"]).T, strict=True))
+        assert (of["last depthwise"] > 0.8).all()
+        assert (of["last,residual"] < 0.5).all()
+        assert (of["last,residual"] == of["last three"]).all()  # the same draws
     assert ("usps", "mobilenetv2_100:last,residual", 96, default_layers.AT_MOST) in wanted
-    assert ("pacs_cartoon", "mobilenetv2_100", 224, None) in wanted
+    assert ("pacs_cartoon", "mobilenetv2_100:c384,c576,c960", 224, None) in wanted
     assert not any(name == "pacs_sketch" for name, *_ in wanted)
-    assert len(made["tables"][1]["rows"]) == 3
+    assert len(made["tables"][1]["rows"]) == 2
+    tested = run(tmp_path, "layers", *options[2:], "--test")
+    assert np.max(tested["runs"][0]["accuracies"]) < 0.5
 
 
 CLASSES, IMAGES = 3, 20

@@ -156,14 +156,15 @@ def test_candidates_of_rivals_are_compared_on_validation_images(
     made = domain(0, classes=10, images=12_000)
     useless = replace(made, test=np.zeros_like(made.test))
     fill_cache(tmp_path, monkeypatch, {"fashion_mnist": useless})
-    monkeypatch.setattr(wire_rivals, "LAYERS", {})
     monkeypatch.setattr(wire_rivals, "LINEAR_GRID", wire_rivals.LINEAR_GRID[:1])
     monkeypatch.setattr(wire_rivals, "MOMENTUM_GRID", wire_rivals.MOMENTUM_GRID[:2])
     monkeypatch.setattr(wire_rivals, "RANDOM_FEATURES", 64)
     monkeypatch.setattr(wire_rivals, "ROUNDS", 10)
-    result = CliRunner().invoke(cli, ["tune-wire", "--images", "1000"], catch_exceptions=False)
+    monkeypatch.setattr(wire_rivals, "STRENGTHS", {"GH-LDA": (0.1, 0.5)})
+    arguments = ["tune-wire", "--images", "1000", "--layers", "", "--seed", "0", "--seed", "1"]
+    result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
     lines = [line for line in result.output.splitlines() if line.endswith("%")]
-    assert len(lines) == 1 + 2 + len(wire_rivals.GROUPS) * len(wire_rivals.SHRINKAGES) + len(
+    assert len(lines) == 1 + 2 + 2 + len(wire_rivals.GROUPS) * len(wire_rivals.SHRINKAGES) + len(
         wire_rivals.WIDTHS
     ) * len(wire_rivals.RIDGES)
     assert max(float(line.split()[-1].rstrip("%")) for line in lines) > 80
@@ -181,8 +182,7 @@ def test_settings_of_flowers_clients_are_compared(tmp_path: Path, monkeypatch: p
 
 def test_rivals_send_sums_of_random_features_in_float32_and_means_in_bytes() -> None:
     data = domain(0, classes=10, images=1200)
-    owners = np.arange(1200) % 10
-    fleet = methods.Fleet(owners=owners, seed=0, features=data, deeper=lambda _: data)
+    fleet = methods.Fleet(data="", seed=0, load=lambda _: data)
     (point,) = wire_rivals.fed3r_rf(fleet, number=64)
     assert point.accuracy > 0.8
     assert point.bytes_up == 10 * 4 * (64 * 65 / 2 + 10 * 64)

@@ -141,12 +141,13 @@ def _fit(
     optimizer, generator = _Optimizer(head, recipe), torch.Generator().manual_seed(seed)
     batches = math.ceil(len(data.labels) / recipe.batch_size)
     epochs = max(recipe.epochs, math.ceil(recipe.min_steps / batches))
+    rates = data.sizes.clamp(min=1).log() if recipe.balance else torch.zeros((), device=place)
     for epoch in range(epochs):
         total = torch.zeros((), device=place)
         for batch, draw in enumerate(_draws(data, recipe, generator).split(recipe.batch_size)):
             logits = head(_features(data, draw).to(place))
             batch_loss = functional.cross_entropy(
-                logits, data.labels[draw.members].to(place), reduction="sum"
+                logits + rates.to(place), data.labels[draw.members].to(place), reduction="sum"
             )
             torch.autograd.backward(batch_loss / len(draw.members))
             optimizer.step(recipe.learning_rate * recipe.rate_at((epoch + batch / batches) / epochs))
@@ -246,14 +247,17 @@ def _draws(data: SortedPrototypes, recipe: Recipe, generator: torch.Generator) -
 def _features(data: SortedPrototypes, draw: _Draws) -> Tensor:
     """Return a step's features, (b, L).
 
-    Mixed, each deviation d becomes cos(t) d + sin(t) d', with d' that of a random prototype of the same class and t
-    random: another point of the class, with the class's variance.
+    Mixed, each deviation d becomes cos(t) d + sin(t) d' with t random. Half of the d' are of a random prototype of the
+    same class: another point of the class, with its variance. The others are of any prototype, as in a discriminant,
+    whose classes share a covariance: a class of few prototypes has few deviations of its own.
     """
     labels = data.labels[draw.members]
     deviations = data.deviations[draw.members]
     if draw.angles is not None and draw.partners is not None:
         angle = draw.angles * (math.pi / 2)
-        partners = data.first[labels] + draw.partners % data.sizes[labels]
+        number = draw.partners // 2
+        of_class = data.first[labels] + number % data.sizes[labels]
+        partners = torch.where(draw.partners % 2 == 0, of_class, number % len(data.labels))
         deviations = torch.cos(angle) * deviations + torch.sin(angle) * data.deviations[partners]
     return data.centers[labels] + deviations
 

@@ -76,10 +76,10 @@ def discriminants(
         squared_lengths = (directions * means).sum(axis=1)
         true_lengths = np.maximum(squared_lengths - trace / images[present], 0)
         shrinkage = np.where(is_common, 1.0, true_lengths / np.maximum(squared_lengths, TINY))
-        yield _head(directions * shrinkage[:, None], -shrinkage * true_lengths / 2, middle, present)
+        yield head_of_present(directions * shrinkage[:, None], -shrinkage * true_lengths / 2, middle, present)
         if regressions:
             excess, rows = (squared_lengths - true_lengths) / 2, len(deviations) / len(means)
-            yield _head(
+            yield head_of_present(
                 *_regression(directions, excess, directions @ means.T * weight * rows), middle, present
             )
 
@@ -103,7 +103,7 @@ def _regression(
     return both[:, :-1], both[:, -1]
 
 
-def _head(
+def head_of_present(
     directions: NDArray[np.float64],
     constant: NDArray[np.float64],
     middle: NDArray[np.float64],

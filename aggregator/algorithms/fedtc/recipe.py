@@ -24,7 +24,9 @@ class Recipe:
         learning_rate: constant, or the peak of the cycle.
         one_cycle: raise the rate from near nothing and let it fall again, over the whole training.
         restore: restore the variance that averaging removed (`TrainingSet`).
-        mix: train each step on random mixtures of two restored deviations of a class.
+        mix: train each step on random mixtures of two restored deviations, half of them of one class.
+        balance: make all classes equally likely, however many prototypes each has, by adding the logarithm of their
+            numbers to the logits in training only (Menon et al., "Long-tail learning via logit adjustment", 2021).
         standardize: train on features of mean 0 and deviation 1, folded into the first layer afterwards, so that
             one rate suits the feature scales of all backbones.
         compress: reduce the adapter's layers to a low rank and float16 afterwards.
@@ -40,6 +42,7 @@ class Recipe:
     one_cycle: bool
     restore: bool
     mix: bool
+    balance: bool
     standardize: bool
     compress: bool
     closed_form: bool
@@ -65,6 +68,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             one_cycle=False,
             restore=False,
             mix=False,
+            balance=False,
             standardize=False,
             compress=False,
             closed_form=False,
@@ -78,6 +82,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             one_cycle=True,
             restore=True,
             mix=True,
+            balance=True,
             standardize=True,
             compress=True,
             closed_form=True,

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT, OneShot, Training
+from aggregator.algorithms.fedtc.block_head import block_head, sums_of
 from aggregator.algorithms.fedtc.discriminant import discriminants
 from aggregator.algorithms.fedtc.head import Dense, calibrate, cross_entropy, logits_of
 from aggregator.algorithms.fedtc.recipe import Recipe, recipe_of
@@ -28,8 +29,11 @@ REGRESSION_SHARES = SHARES[:3]
 FEATURES_PER_PROTOTYPE = 4
 """Values of a prototype, relative to the number of prototypes, from which regressions are candidates."""
 
-MIN_HELD_OUT = 30
-"""Held-out prototypes from which a difference of one standard error is evidence."""
+MIN_PROTOTYPES, MIN_PER_CLASS = 100, 10
+"""Prototypes, and prototypes of a class on average, from which the adapter is a candidate."""
+
+ALWAYS_ADAPTER = 100
+"""Prototypes of a class on average from which the adapter is the head (ADR 0076)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,7 @@ class TrainedHead:
         accuracy: of the head on the prototypes that it was made from.
         epochs: passes over the prototypes; 0 for a head in closed form.
         temperature: divisor of the logits that makes the probabilities of held-out prototypes most likely.
+        adapter_missing: an adapter would have been trained, but PyTorch is not installed.
     """
 
     layers: tuple[Dense, ...]
@@ -49,6 +54,7 @@ class TrainedHead:
     accuracy: float
     epochs: int
     temperature: float
+    adapter_missing: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,10 +66,11 @@ class _Candidate:
     temperature: float = 1.0
     loss: float = math.nan
     """The loss on held-out prototypes; NaN if there are none."""
+    adapter_missing: bool = False
 
 
 class FedTC(OneShot, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """FedTC: a linear head, or the paper's adapter and head, by cross-validation over prototypes."""
+    """FedTC: a linear head, or of batches alone the paper's adapter and head, by cross-validation over prototypes."""
 
     name: ClassVar[str] = "fedtc"
     unused = OneShot.unused - {("client", "prototypes")}
@@ -91,10 +98,12 @@ def train_head(
 ) -> TrainedHead:
     """Make a head from the pooled prototypes (FedTC eq. 5).
 
+    Where a device has principal prototypes, the head is that of `block_head`.
+
     By the default recipe, cross-validation over prototypes chooses between linear discriminants and ridge regressions,
-    regularized more or less, and the paper's adapter and head, whose loss must be lower by more than its standard
-    error. Where nothing can be held out, the head is the nearest class mean. Logits are divided by the temperature that
-    makes held-out prototypes most likely.
+    regularized more or less. With more prototypes the paper's adapter is a candidate, too; with many it is the head.
+    Where nothing can be held out, the head is the nearest class mean. Logits are divided by the temperature that makes
+    held-out prototypes most likely.
 
     The same input in the same order and the same seed give the same head on the CPU. A class without
     prototypes is never predicted.
@@ -120,35 +129,75 @@ def train_head(
     if several := len(data.widths) > 1:
         factors = data.factors()
         data = data.times(factors)
-    if recipe.closed_form:
-        chosen = _choose(data, adapter if recipe.adapter else None, seed)
+    if data.scatter is not None:
+        layer, temperature = block_head(sums_of(data, data.scatter), data.common_classes)
+        chosen = _Candidate((layer,), temperature=temperature)
+    elif recipe.closed_form:
+        # Features that were not averaged judge an adapter correctly, and a task's own epochs may be too few.
+        by_size = recipe.restore and recipe.min_steps > 0
+        chosen = _choose(data, adapter if recipe.adapter else None, seed, by_size=by_size)
     else:
         chosen = _Candidate(*adapter(data))
     layers = _divided(chosen, data.samples > 0)
-    logits = logits_of(layers, data.features)
+    logits = logits_of(layers, data.features if data.scatter is None else data.values)
     return TrainedHead(
         layers=(layers[0].after(factors), *layers[1:]) if several else layers,
         loss=float(cross_entropy(logits, data.labels).mean()) if math.isnan(chosen.loss) else chosen.loss,
         accuracy=float((logits.argmax(axis=1) == data.labels).mean()),
         epochs=chosen.epochs,
         temperature=chosen.temperature,
+        adapter_missing=chosen.adapter_missing,
     )
 
 
 def _choose(
-    data: TrainingSet, adapter: Callable[[TrainingSet], tuple[tuple[Dense, ...], int]] | None, seed: int
+    data: TrainingSet,
+    adapter: Callable[[TrainingSet], tuple[tuple[Dense, ...], int]] | None,
+    seed: int,
+    *,
+    by_size: bool,
 ) -> _Candidate:
-    """Return the head in closed form, or the adapter, if any, where its loss on held-out prototypes is lower.
+    """Return the head in closed form, or the adapter, if any, where there are enough prototypes.
+
+    The adapter is trained without a fifth of the prototypes first: its temperature is that of this fifth. It is the
+    head if its loss on this fifth is lower than that of the head in closed form, and with `by_size` always from
+    ALWAYS_ADAPTER prototypes of a class on.
+    """
+    folds = _folds(data.labels, seed)
+    closed, logits = _closed_form(data, folds)
+    first = (folds == 0) & data.common_rows
+    per_class = len(folds) / np.count_nonzero(data.samples)
+    if len(folds) < MIN_PROTOTYPES or per_class < MIN_PER_CLASS or adapter is None or not first.any():
+        return closed
+    rows = _even(data, first)
+    try:
+        trial, _ = adapter(data.part(~first))
+        of_trial = np.zeros_like(logits)
+        of_trial[first] = logits_of(trial, data.part(first).extrapolated())
+        (_, least), (temperature, losses) = (
+            calibrate(each[rows], data.labels[rows], common=data.common_classes)
+            for each in (logits, of_trial)
+        )
+        if (by_size and per_class >= ALWAYS_ADAPTER) or losses.mean() < least.mean():
+            return _Candidate(*adapter(data), temperature=temperature, loss=float(losses.mean()))
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        return replace(closed, adapter_missing=True)
+    return closed
+
+
+def _closed_form(data: TrainingSet, folds: NDArray[np.int64]) -> tuple[_Candidate, NDArray[np.float32]]:
+    """Return the best head in closed form, and the logits (m, C) of the prototypes by heads of the other folds.
 
     Two classes have the same regression as discriminant, and regressions do not limit classes that are not common.
     Where values are few, the discriminant's covariance is known well.
     """
-    folds = _folds(data.labels, seed)
-    tested, first = (folds >= 0) & data.common_rows, (folds == 0) & data.common_rows
+    tested = (folds >= 0) & data.common_rows
     if not tested.any():
         nearest_mean = tuple(_discriminants(data, (0.0,)))
-        temperature, _ = calibrate(logits_of(nearest_mean, data.values), data.labels)
-        return _Candidate(nearest_mean, temperature=temperature)
+        own = logits_of(nearest_mean, data.values)
+        return _Candidate(nearest_mean, temperature=calibrate(own, data.labels)[0]), own
     are_few = FEATURES_PER_PROTOTYPE * len(data.labels) <= data.values.shape[1]
     regressions = bool(are_few and data.common_rows.all() and np.count_nonzero(data.samples) > 2)
     logits = _cross_validated(data, folds, regressions=regressions)
@@ -159,19 +208,10 @@ def _choose(
     if regressions and len(rows) > 1:
         correct = (logits[:, rows].argmax(axis=2) == data.labels[rows]).sum(axis=1)
         chosen = _preferred([losses for _, losses in calibrated], correct, best)
-    if adapter is not None and first.sum() >= MIN_HELD_OUT:
-        trial, _ = adapter(data.part(~first))
-        rows = _even(data, first)
-        of_trial = np.empty_like(logits[0])
-        of_trial[first] = logits_of(trial, data.part(first).extrapolated())
-        temperature, losses = calibrate(of_trial[rows], data.labels[rows], common=common)
-        gain = calibrate(logits[best, rows], data.labels[rows], common=common)[1] - losses
-        if _is_lower(gain):
-            return _Candidate(*adapter(data), temperature=temperature, loss=float(losses.mean()))
     temperature, losses = calibrated[chosen]
     kind, share = divmod(chosen, len(SHARES))
     *_, layer = _discriminants(data, (SHARES[share],), regressions=kind > 0)
-    return _Candidate((layer,), temperature=temperature, loss=float(losses.mean()))
+    return _Candidate((layer,), temperature=temperature, loss=float(losses.mean())), logits[chosen]
 
 
 def _preferred(losses: Sequence[NDArray[np.float32]], correct: NDArray[np.integer], best: int) -> int:

@@ -102,6 +102,39 @@ MIN_FACTOR = 1e-4
 """Least factor of a backbone's values: weights that are multiplied by it stay within float16."""
 
 
+@dataclass(frozen=True, eq=False)
+class Scatter:
+    """The scatter within the classes of each of K devices.
+
+    That of a device is the sum of its rows' outer products and its diagonal, of as many images as its prototypes have.
+
+    Attributes:
+        rows: float32 (k, L), of all devices.
+        devices: (k,), the device of each row, ascending.
+        diagonals: float32 (K, L).
+    """
+
+    rows: NDArray[np.float32]
+    devices: NDArray[np.intp]
+    diagonals: NDArray[np.float32]
+
+    @property
+    def size(self) -> int:
+        """The number of values."""
+        return self.rows.size + self.diagonals.size
+
+    def of(self, device: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Return a device's rows and its diagonal."""
+        return self.rows[slice(*np.searchsorted(self.devices, (device, device + 1)))], self.diagonals[device]
+
+    def squares(self) -> NDArray[np.float64]:
+        """Return the diagonal of each device's scatter, (K, L)."""
+        squares = self.diagonals.astype(np.float64)
+        for block in blocks(len(self.rows)):
+            np.add.at(squares, self.devices[block], self.rows[block].astype(np.float64) ** 2)
+        return squares
+
+
 @dataclass(frozen=True)
 class TrainingSet:
     """Prototypes of all devices, to make a head from.
@@ -121,6 +154,8 @@ class TrainingSet:
             count in cross-validation, nor more than others in the covariance; None if none is.
         devices: (m,), the number of each prototype's device; None if devices are alike.
         widths: the number of values of each backbone, in their order; empty for one backbone.
+        scatter: if a device has principal prototypes. Each prototype is then the mean of a class on a device, in a
+            block or in batches, and this is what is known of these images beside it.
         arrays: makes the arrays of m rows.
     """
 
@@ -133,6 +168,7 @@ class TrainingSet:
     common: NDArray[np.bool_] | None = None
     devices: NDArray[np.integer] | None = None
     widths: Sequence[int] = ()
+    scatter: Scatter | None = None
     arrays: Arrays = field(default_factory=Arrays, compare=False)
 
     def __post_init__(self) -> None:
@@ -160,12 +196,21 @@ class TrainingSet:
         """Return what brings the values of several backbones to one scale, (L,), from MIN_FACTOR to 1.
 
         The scale of a backbone's values is the median over prototypes, at most SAMPLE of them, of the root mean square
-        of a prototype's distance from the median prototype: few extreme prototypes change nothing.
+        of a prototype's distance from the median prototype: few extreme prototypes change nothing. With a scatter, it
+        is the median over devices of the root mean square of an image's distance from the mean of its class.
         """
+        ends = np.cumsum(self.widths)[:-1]
+        if self.scatter is not None and (squares := self.scatter.squares()).any():
+            images = np.bincount(self.device_numbers, self.counts, minlength=len(squares))
+            known = squares.any(axis=1)
+            return self._factors(np.split(squares[known] / images[known, None], ends, axis=1))
         rows = np.linspace(0, len(self.values) - 1, min(len(self.values), SAMPLE)).astype(np.intp)
         values = self.values[rows].astype(np.float64)
         squares = (values - np.median(values, axis=0)) ** 2
-        parts = np.split(squares, np.cumsum(self.widths)[:-1], axis=1)
+        return self._factors(np.split(squares, ends, axis=1))
+
+    def _factors(self, parts: Sequence[NDArray[np.float64]]) -> NDArray[np.float32]:
+        """Return the factors (L,) for the squares of each backbone's values, (n, width)."""
         scales = np.array([np.median(np.sqrt(part.mean(axis=1))) for part in parts])
         least = scales[scales > 0].min(initial=np.inf)
         factors = np.divide(least, scales, out=np.ones(len(scales)), where=scales > 0)
@@ -176,7 +221,13 @@ class TrainingSet:
         values = self.arrays.empty(self.values.shape)
         for block in blocks(len(values)):
             values[block] = self.values[block] * factors
-        return replace(self, values=values)
+        if self.scatter is None:
+            return replace(self, values=values)
+        rows = self.arrays.empty(self.scatter.rows.shape)
+        for block in blocks(len(rows)):
+            rows[block] = self.scatter.rows[block] * factors
+        scatter = replace(self.scatter, rows=rows, diagonals=self.scatter.diagonals * factors**2)
+        return replace(self, values=values, scatter=scatter)
 
     def part(self, rows: NDArray[np.bool_]) -> "TrainingSet":
         """Return the prototypes of some rows (m,)."""
@@ -208,6 +259,11 @@ class TrainingSet:
     def common_classes(self) -> NDArray[np.bool_]:
         """The common classes (C,)."""
         return np.bincount(self.labels[self.common_rows], minlength=self.num_classes) > 0
+
+    @property
+    def counted_images(self) -> NDArray[np.float64]:
+        """The images that count in each prototype (m,): its own, times its weight."""
+        return self.counts * (np.ones(len(self.counts)) if self.weights is None else self.weights)
 
     @cached_property
     def centers(self) -> NDArray[np.float32]:
@@ -263,7 +319,7 @@ class TrainingSet:
         for label in np.unique(self.labels):
             of_class = np.flatnonzero(self.labels == label)
             counts = self.counts[of_class].astype(np.float64)
-            _, device = np.unique(self._device_numbers[of_class], return_inverse=True)
+            _, device = np.unique(self.device_numbers[of_class], return_inverse=True)
             images = np.bincount(device, counts)
             means = np.zeros((len(images), deviations.shape[1]))
             for block in blocks(len(of_class)):
@@ -283,7 +339,8 @@ class TrainingSet:
                 yield of_class[block], means[device[block]].astype(np.float32)
 
     @property
-    def _device_numbers(self) -> NDArray[np.integer]:
+    def device_numbers(self) -> NDArray[np.integer]:
+        """The number of each prototype's device (m,); zeros if devices are alike."""
         return np.zeros_like(self.labels) if self.devices is None else self.devices
 
     @property
@@ -310,7 +367,7 @@ class TrainingSet:
         """
         if not self.restore:
             return self.values
-        devices = self._device_numbers.astype(np.int64)
+        devices = self.device_numbers.astype(np.int64)
         groups = self.labels + self.num_classes * devices
         _, group, sizes = np.unique(groups, return_inverse=True, return_counts=True)
         # Prototypes that are alone on their device have partners on others.

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
+from aggregator.algorithms.fedtc.block_head import temperature_of
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.statistics.moments import (
     ROUNDING,
@@ -28,6 +29,13 @@ STRENGTHS = tuple(10.0 ** (quarter / 4) for quarter in range(-16, 9))
 MAX_FREEDOM = 1 / 3
 """Degrees of freedom, relative to the rows, that a ridge may leave: cross-validation prefers too many of few rows."""
 
+LEAST_EXPLAINED = 0.5
+"""Share of the labels' variance below which the discriminant is better, by images that no device had.
+
+It is 0.36 to 0.44 on CIFAR-10, where the discriminant gains 1.1 points, and 0.60 to 0.73 on PACS and Fashion-MNIST,
+where it gains -0.9 to 0.0.
+"""
+
 TEMPERATURE = 0.12
 """Divisor of the regression's values that makes them logits.
 
@@ -42,12 +50,14 @@ class Ridge:
 
     Attributes:
         layer: rows (n, D) to logits (n, C).
+        temperature: that its logits are divided by.
         strength: the chosen ridge, one of STRENGTHS.
         error: the mean squared error of one-hot labels that cross-validation expects, finite.
         degrees_of_freedom: the number of parameters, per class, that the ridge leaves.
     """
 
     layer: Dense
+    temperature: float
     strength: float
     error: float
     degrees_of_freedom: float
@@ -68,6 +78,9 @@ def solve(total: Moments, *, common: NDArray[np.bool_] | None = None) -> Ridge:
     tr(S) / D, with the least N RSS / (N - df - 1)^2 (Golub, Heath and Wahba 1979) for the rows as they are, of those
     with df <= N MAX_FREEDOM; the strongest if there is none. RSS and the degrees of freedom df follow from the sums.
 
+    Where cross-validation expects it to explain less than LEAST_EXPLAINED of the labels' variance, classes overlap, and
+    the linear discriminant of the same scatter takes its place: N A^-1 M', with thresholds half-way between the means.
+
     All classes count alike, however few images they have. So that one device with classes of its own does not take the
     images of others for them, the bias of a class that is not `common` (C,) is lowered until the mean of each common
     class is APART deviations on its own side. With None, all classes are common.
@@ -82,16 +95,18 @@ def solve(total: Moments, *, common: NDArray[np.bool_] | None = None) -> Ridge:
     most = MAX_FREEDOM * total.rows
     few = (strength for strength in STRENGTHS if spectrum.degrees_of_freedom(strength) <= most)
     chosen = min(few, key=spectrum.expected_error, default=STRENGTHS[-1])
-    directions, middle = spectrum.balanced(chosen)
+    found = spectrum.discriminant(chosen) if spectrum.overlap(chosen) else spectrum.balanced(chosen)
+    directions, constants, temperature = found
     weight = np.zeros((len(present), total.size))
     weight[present] = directions.T
     bias = np.full(len(present), ABSENT_LOGIT)
-    offsets = 1 / len(directions.T) - middle @ directions
+    offsets = constants - spectrum.middle @ directions
     if common is not None:
-        offsets -= spectrum.excess(directions, common[present])
-    bias[present] = offsets / TEMPERATURE
+        offsets -= spectrum.excess(directions, constants, common[present])
+    bias[present] = offsets / temperature
     return Ridge(
-        layer=Dense((weight / TEMPERATURE).astype(np.float32), bias.astype(np.float32)),
+        layer=Dense((weight / temperature).astype(np.float32), bias.astype(np.float32)),
+        temperature=temperature,
         strength=chosen,
         error=spectrum.expected_error(chosen),
         degrees_of_freedom=spectrum.degrees_of_freedom(chosen),
@@ -111,11 +126,12 @@ class _Spectrum:
         self._share = counts / counts.sum()
         """Of the images, each class's (K,)."""
         means = class_means(total)[present]
-        self._middle = means.mean(axis=0)
+        self.middle = means.mean(axis=0)
+        """The mean of the class means (D,)."""
         scatter = within_scatter(total) / images * total.rows
         # Without any scatter, one as large as that between the means.
         self._mean_square = (
-            float(np.trace(scatter)) or float(np.square(means - self._middle).sum())
+            float(np.trace(scatter)) or float(np.square(means - self.middle).sum())
         ) / total.size
         squares, axes = eigh(scatter, overwrite_a=True, check_finite=False, driver="evd")
         # Each device's are checked to ROUNDING, and add up; this has its own rounding as well.
@@ -125,20 +141,42 @@ class _Spectrum:
             )
         self._squares = np.maximum(squares, 0.0)
         self._axes = axes
-        self._means = (means - self._middle) @ axes
+        self._means = (means - self.middle) @ axes
         """The means' deviations from their mean, along the axes (K, D)."""
 
-    def balanced(self, strength: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the regression's directions (D, K), and the mean of the class means (D,)."""
-        even = np.full(len(self._means), self._rows / len(self._means))
-        return self._axes @ self._regression(self._means, even, strength), self._middle
+    def balanced(self, strength: float) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
+        """Return the regression's directions (D, K), constants (K,) and temperature."""
+        classes = len(self._means)
+        even = np.full(classes, self._rows / classes)
+        directions = self._axes @ self._regression(self._means, even, strength)
+        return directions, np.full(classes, 1 / classes), TEMPERATURE
 
-    def excess(self, directions: NDArray[np.float64], common: NDArray[np.bool_]) -> NDArray[np.float64]:
+    def discriminant(self, strength: float) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
+        """Return the discriminant's directions (D, K), constants (K,) and temperature."""
+        inverse = 1 / (self._squares + self._ridge(strength))
+        along = self._rows * (self._means * inverse).T
+        scores = self._means @ along
+        # The mean of few images is too long (`fedtc.discriminant`).
+        excess = float(self._squares @ inverse) / (self._share * self._rows)
+        constants = -np.maximum(np.diag(scores) - excess, 0) / 2
+        return self._axes @ along, constants, temperature_of(scores + constants)
+
+    def overlap(self, strength: float) -> bool:
+        """Return True if the regression explains less than LEAST_EXPLAINED of the labels' variance; two classes never.
+
+        Of two classes, both heads are the same.
+        """
+        variance = 1 - float((self._share**2).sum())
+        return len(self._means) > 2 and self.expected_error(strength) > (1 - LEAST_EXPLAINED) * variance
+
+    def excess(
+        self, directions: NDArray[np.float64], constants: NDArray[np.float64], common: NDArray[np.bool_]
+    ) -> NDArray[np.float64]:
         """Return how far to lower the scores of classes that are not common (K,), for directions (D, K)."""
         found = np.zeros(len(common))
         if np.count_nonzero(common) > 1 and not common.all():
             along = self._axes.T @ directions
-            scores = self._means @ along
+            scores = self._means @ along + constants
             products = (along * self._squares[:, None]).T @ along / self._rows
             squares = np.diag(products)
             deviations = np.sqrt(np.maximum(squares[:, None] + squares - 2 * products, 0.0))

@@ -4,8 +4,10 @@ A device's mean of a class is compared with the other devices'. It varies with t
 place: an honest device in another place is no outlier among devices in different places.
 """
 
+import itertools
+import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +21,7 @@ from aggregator.training.robust.outlier_statistics import (
     lengths,
     scatters,
 )
+from protocol.wire.codec import digest_of
 
 MIN_DEVICES = 5
 """Devices that a class needs for one of them to be an outlier."""
@@ -39,6 +42,12 @@ MAX_MALICIOUS = 1 / 3
 """Share of all devices that may be malicious: where so many agree about a class, they are not all malicious."""
 
 SHOWN_DEVICES = 5
+
+COHORT = 500
+"""Devices that are compared with each other, in a larger fleet: that bounds what is kept of them."""
+
+SHOWN_WARNINGS = 3
+"""Cohorts whose warnings are shown."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,27 @@ class Judgment:
     """Why outliers are not quarantined; empty if all of them are."""
     disputed: frozenset[int] = frozenset()
     """Classes of which outliers are not quarantined, since it is unknown which devices are incorrect."""
+
+
+def cohorts_of(devices: Collection[str], *, version: int) -> list[list[str]]:
+    """Return the devices in cohorts of similar size, of at most COHORT; no device chooses its own, which changes."""
+    number = max(1, math.ceil(len(devices) / COHORT))
+    order = (
+        sorted(devices, key=lambda device: digest_of(f"{version} {device}".encode()))
+        if number > 1
+        else devices
+    )
+    return [list(itertools.islice(order, start, None, number)) for start in range(number)]
+
+
+def joined_judgment(judgments: Iterable[Judgment]) -> Judgment:
+    """Return the judgment of all cohorts."""
+    each = list(judgments)
+    return Judgment(
+        dict(sorted((device, reason) for one in each for device, reason in one.quarantined.items())),
+        "; ".join(list(filter(None, (one.warning for one in each)))[:SHOWN_WARNINGS]),
+        frozenset().union(*(one.disputed for one in each)),
+    )
 
 
 def judge(

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.intake.validation import Prototypes
+from protocol.wire.principal_prototypes import PrincipalPrototypes
 
 Floats = NDArray[np.float64]
 
@@ -111,20 +112,45 @@ class DeviceSummary:
 
 
 def summarized(part: Prototypes) -> DeviceSummary:
-    squares = (part.values.astype(np.float64) ** 2).sum(axis=1)
+    values = part.values if part.block is None else np.concatenate([part.values, part.block.means])
+    squares = (values.astype(np.float64) ** 2).sum(axis=1)
+    of_image = _variance_in_block(part.block)
     return DeviceSummary(
-        {int(label): _class_summary(part, part.labels == label) for label in np.unique(part.labels)},
+        {int(label): _class_summary(part, int(label), of_image) for label in np.unique(part.every[0])},
         float(len(squares)),
         float(squares.mean()) if len(squares) else 0.0,
         float(2 * squares.mean() ** 2 / max(squares.var(ddof=1), TINY)) if len(squares) > 1 else np.nan,
     )
 
 
+def _variance_in_block(block: PrincipalPrototypes | None) -> float:
+    """Return the variance of an image about its class's mean, of all classes of a block; NaN without one."""
+    if block is None:
+        return np.nan
+    squares = float((block.rows.astype(np.float64) ** 2).sum() + block.diagonal.sum(dtype=np.float64))
+    return squares / max(block.images - len(block.labels), 1)
+
+
 def summaries(parts: Mapping[str, Prototypes]) -> dict[str, DeviceSummary]:
     return {device: summarized(part) for device, part in parts.items()}
 
 
-def _class_summary(part: Prototypes, mine: NDArray[np.bool_]) -> ClassSummary:
+def _class_summary(part: Prototypes, label: int, in_block: float) -> ClassSummary:
+    """Return the summary of a class, in batches and in a block whose images have the variance `in_block`."""
+    batches = _batches_summary(part, part.labels == label)
+    mine = np.zeros(0, np.bool_) if part.block is None else part.block.labels == label
+    if part.block is None or not mine.any():
+        return batches
+    counts = part.block.counts[mine].astype(np.float64)
+    images, freedom = batches.images + counts.sum(), [batches.prototypes - 1, counts.sum() - len(counts)]
+    mean = (batches.images * batches.mean + counts @ part.block.means[mine].astype(np.float64)) / images
+    known = [variance for variance in (batches.variance, in_block) if np.isfinite(variance)]
+    return ClassSummary(mean, images, 1 + max(freedom[0], 0.0) + freedom[1], max(known))
+
+
+def _batches_summary(part: Prototypes, mine: NDArray[np.bool_]) -> ClassSummary:
+    if not mine.any():
+        return ClassSummary(np.zeros(part.values.shape[1]), 0.0, 0.0, np.nan)
     values = part.values[mine].astype(np.float64)
     counts = np.maximum(part.counts[mine], 1).astype(np.float64)
     mean = np.average(values, axis=0, weights=counts)

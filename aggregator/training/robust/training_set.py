@@ -4,6 +4,8 @@ A device's mean of a class that is too far from the others' is moved to the dist
 device: outlier detection finds few wrong devices among few, and here such a device stays in use.
 """
 
+import itertools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -14,10 +16,13 @@ from aggregator.algorithms.fedtc.training_set import Arrays, TrainingSet
 from aggregator.config.schema import MAX_MULTIPLE, Robust
 from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.outlier_detection import (
+    COHORT,
     MAX_MALICIOUS,
     SIMILAR,
     Judgment,
+    cohorts_of,
     is_mislabeled,
+    joined_judgment,
     judge,
 )
 from aggregator.training.robust.outlier_detection import MIN_DEVICES as COMMON_DEVICES
@@ -29,10 +34,12 @@ from aggregator.training.robust.outlier_statistics import (
     distances,
     summaries,
 )
+from aggregator.training.robust.scatter import scatter_set
 from aggregator.training.robust.weights import (
     MIN_DEVICES,
     Counting,
     counting,
+    device_factors,
     limited,
     prototype_weights,
     stated_images,
@@ -53,25 +60,36 @@ def limited_means(parts: Sequence[Prototypes]) -> list[Prototypes]:
     devices' means. Devices that resemble another one stay, as in another place (`explained`), and so do classes of
     fewer than MIN_DEVICES devices.
     """
+    cohorts = np.array_split(np.arange(len(parts)), math.ceil(len(parts) / COHORT))
+    return [part for cohort in cohorts for part in _limited_means([parts[at] for at in cohort])]
+
+
+def _limited_means(parts: Sequence[Prototypes]) -> list[Prototypes]:
     named = {f"{number:06}": part for number, part in enumerate(parts)}
     summarized = summaries(named)
     classes = {
         label: one
-        for label in np.unique(np.concatenate([part.labels for part in parts])).tolist()
+        for label in np.unique(np.concatenate([part.every[0] for part in parts])).tolist()
         if len((one := class_means(summarized, label)).devices) >= MIN_DEVICES
     }
     medians = {label: one.median for label, one in classes.items()}
-    changed: dict[str, NDArray[np.float32]] = {}
+    changed: dict[str, Prototypes] = {}
     for label, one in classes.items():
         factors = 1 / np.sqrt(np.maximum(distances(one).ratios, TINY))
         far = np.flatnonzero(factors < 1)
         for at in far[~explained(one, far, label, medians)].tolist():
             device = one.devices[at]
-            if device not in changed:
-                changed[device] = named[device].values.copy()
-            move = (factors[at] - 1) * one.deviations[at]
-            changed[device][named[device].labels == label] += move.astype(np.float32)
-    return [replace(part, values=changed.get(device, part.values)) for device, part in named.items()]
+            move = ((factors[at] - 1) * one.deviations[at]).astype(np.float32)
+            changed[device] = _moved(changed.get(device, named[device]), label, move)
+    return [changed.get(device, part) for device, part in named.items()]
+
+
+def _moved(part: Prototypes, label: int, move: NDArray[np.float32]) -> Prototypes:
+    """Return a device's prototypes with those of a class moved."""
+    values, block = part.values + (part.labels == label)[:, None] * move, part.block
+    if block is not None:
+        block = replace(block, means=block.means + (block.labels == label)[:, None] * move)
+    return replace(part, values=values, block=block)
 
 
 def distance_factors(parts: Mapping[str, DeviceSummary], *, classes: int) -> dict[str, NDArray[np.float64]]:
@@ -127,25 +145,31 @@ def judged_set(
     widths: Sequence[int] = (),
     robust: Robust,
     released: Collection[str] = (),
+    version: int = 0,
     arrays: Arrays | None = None,
 ) -> tuple[TrainingSet, Judgment, Counting]:
     """Return the prototypes that a head of these devices is made of, the outliers among them, and what counts.
 
-    `widths` are those of `TrainingSet`. Devices in `released` are not quarantined. Arrays of all prototypes are made by
-    `arrays`, in memory if it is None.
+    `widths` are those of `TrainingSet`. Devices in `released` are not quarantined. Those of a large fleet are compared
+    in cohorts, others for each `version` of the head. Arrays of all prototypes are made by `arrays`, in memory if it is
+    None.
 
     Raises:
         ProtofleetError: the data cannot be trained on.
     """
-    judgment = Judgment({})
+    cohorts, judgment = cohorts_of(parts, version=version), Judgment({})
     if robust.detect_outliers:
-        judgment = judge(
-            summaries(parts),
-            classes=classes,
-            false_alarm_rate=robust.false_alarm_rate,
-            released=released,
+        judgment = joined_judgment(
+            judge(
+                summaries({device: parts[device] for device in cohort}),
+                classes=classes,
+                false_alarm_rate=robust.false_alarm_rate / len(cohorts),
+                released=released,
+            )
+            for cohort in cohorts
         )
-    used = {name: part for name, part in parts.items() if name not in judgment.quarantined}
+    in_order = itertools.chain.from_iterable(cohorts)
+    used = {name: parts[name] for name in in_order if name not in judgment.quarantined}
     data = combine(
         list(used.values()),
         num_classes=len(classes),
@@ -184,30 +208,43 @@ def combine(
     No device weighs more than `max_multiple` times the median device, and no mean of a class is farther from the
     others' than is expected (`limited_means`); with 0, neither is limited.
 
+    If a device has principal prototypes, the batches of all devices are brought to this form (`scatter_set`).
+
     The prototypes are in an array of `arrays`; in memory if it is None.
     """
+    arrays = arrays or Arrays()
+    if any(part.block is not None for part in parts):
+        made = scatter_set(
+            limited_means(parts) if max_multiple else parts,
+            num_classes=num_classes,
+            factors=device_factors(parts, multiple=max_multiple),
+            max_multiple=max_multiple,
+            arrays=arrays,
+        )
+        return replace(made, common=_common(parts, made.labels, made.counted_images, disputed))
     weights = np.concatenate(prototype_weights(parts, multiple=max_multiple))
     parts = limited(parts, multiple=max_multiple)
-    arrays = arrays or Arrays()
     data = pool(limited_means(parts) if max_multiple else parts, arrays)
     return TrainingSet(
         *(data.values, data.labels, data.counts, num_classes),
         weights=weights,
-        common=_common(parts, weights, disputed),
+        common=_common(parts, data.labels, weights, disputed),
         devices=np.repeat(np.arange(len(parts)), [len(part.labels) for part in parts]),
         arrays=arrays,
     )
 
 
 def _common(
-    parts: Sequence[Prototypes], weights: NDArray[np.float64], disputed: Collection[int]
+    parts: Sequence[Prototypes],
+    labels: NDArray[np.integer],
+    weights: NDArray[np.float64],
+    disputed: Collection[int],
 ) -> NDArray[np.bool_]:
     """Return the prototypes (m,) of undisputed classes on COMMON_DEVICES devices; all, if these are too few.
 
     Outlier detection checks these classes. Of others, a single device could decide what all classes share.
     """
-    labels = np.concatenate([part.labels for part in parts])
-    devices = np.bincount(np.concatenate([np.unique(part.labels) for part in parts]))
+    devices = np.bincount(np.concatenate([np.unique(part.every[0]) for part in parts]))
     common = (devices[labels] >= COMMON_DEVICES) & ~np.isin(labels, list(disputed))
     enough = weights[common].sum() >= MIN_COMMON_SHARE * weights.sum() and len(np.unique(labels[common])) > 1
     return common if enough else np.ones_like(common)

@@ -55,10 +55,18 @@ def prototype_weights(
     its mean (`limited_means`). Weights for each class would leave few prototypes that count, where
     one device has most images of a class.
     """
-    images = stated_images(parts)
-    factors = counted_totals(images, multiple=multiple) / np.maximum(images.sum(axis=1), 1)
+    factors = device_factors(parts, multiple=multiple)
     mean = float(np.repeat(factors, [len(part.labels) for part in parts]).mean())
     return [np.full(len(part.labels), factor / mean) for part, factor in zip(parts, factors, strict=True)]
+
+
+def device_factors(parts: Sequence[Prototypes], *, multiple: float = MAX_MULTIPLE) -> NDArray[np.float64]:
+    """Return how much each image of each device counts (K,), at most 1."""
+    images = stated_images(parts)
+    factors: NDArray[np.float64] = counted_totals(images, multiple=multiple) / np.maximum(
+        images.sum(axis=1), 1
+    )
+    return factors
 
 
 def counted_totals(images: NDArray[np.number], *, multiple: float = MAX_MULTIPLE) -> NDArray[np.float64]:
@@ -158,8 +166,9 @@ def class_share(devices: int) -> float:
 
 def stated_images(parts: Sequence[Prototypes], classes: int = 0) -> NDArray[np.float64]:
     """Return the images of each device and class (K, C); with so many classes, at least."""
-    classes = max(classes, *(1 + int(part.labels.max(initial=-1)) for part in parts))
-    return np.array([np.bincount(part.labels, part.counts, minlength=classes) for part in parts], np.float64)
+    stated = [part.every for part in parts]
+    classes = max(classes, *(1 + int(labels.max(initial=-1)) for labels, _ in stated))
+    return np.array([np.bincount(labels, counts, minlength=classes) for labels, counts in stated], np.float64)
 
 
 def within_share(images: NDArray[np.float64], share: float) -> NDArray[np.float64]:

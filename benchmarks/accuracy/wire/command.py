@@ -13,7 +13,9 @@ import numpy as np
 
 from benchmarks.accuracy.wire.methods import (
     CLIENTS,
+    FLOWER_DATA,
     METHODS,
+    PARTITION,
     Fleet,
     Point,
     flower_bytes,
@@ -23,11 +25,12 @@ from benchmarks.data.images import NAMES
 from benchmarks.options import Option, repeated, resume_option, selected
 from benchmarks.report import Plot, Table, commit, json_option, write_json
 from protofleet.simulation.fleet import Features
-from protofleet.simulation.partitions import Partition, share_out
 
 BACKBONE, IMAGE_SIZE = "mobilenetv2_100", 96
-PARTITION = Partition("dirichlet", 0.1)
+IMAGE_SIZES = {"pacs": 224}
+"""Of data sets of larger images than IMAGE_SIZE."""
 
+DATA = (*NAMES, *IMAGE_SIZES)
 Method = Callable[[Fleet], Iterator[Point]]
 
 
@@ -44,7 +47,7 @@ class Run(Point):
 def wire_options(methods: Mapping[str, Method]) -> Option:
     """Return a decorator with the options of a comparison of these methods."""
     options = (
-        click.option("--data", type=click.Choice(NAMES), default="fashion_mnist", show_default=True),
+        click.option("--data", type=click.Choice(DATA), default="fashion_mnist", show_default=True),
         click.option(
             "--images", type=click.IntRange(min=1), help="Training images of all devices.  [default: all]"
         ),
@@ -82,36 +85,39 @@ def measure(
     runs = msgspec.convert(stored, list[Run])
     done = {(run.method, run.seed) for run in runs}
     for seed in seeds:
-        fleet = fleet_of(load, images, seed)
+        fleet = fleet_of(data, load, images, seed)
         for name in (name for name in names if (name, seed) not in done):
             for point in methods[name](fleet):
                 runs.append(Run(**asdict(point), method=name, seed=seed, commit=commit()))
                 megabytes = point.bytes_up / 1e6
                 table.row(name, point.setting, point.uploads, f"{seed}", point.accuracy, None, megabytes)
             _store(json_file, data, runs, [table])
-    available = len(load("").train)
-    _store(json_file, data, runs, _tables(runs, data, min(images or available, available)))
+    _store(json_file, data, runs, _tables(runs, data, images))
 
 
 _COLUMNS = {
-    "method": "<36", "setting": "<20", "uploads": ">8", "seeds": ">8", "top-1": ">8.2%", "front": ">6",
+    "method": "<40", "setting": "<24", "uploads": ">8", "seeds": ">8", "top-1": ">8.2%", "front": ">6",
     "MB up": ">9.2f",
 }  # fmt: skip
 
 
-def loaded(data: str, *, validation: bool = False) -> Callable[[str], Features]:
-    """Return a function that loads the features of layers."""
+def loaded(data: str, *, validation: int | None = None) -> Callable[[str], Features]:
+    """Return a function that loads the features of layers.
+
+    With `validation`, training images that this seed chooses take the place of the test images.
+    """
 
     @lru_cache(maxsize=3)
     def load(layers: str) -> Features:
         backbone = f"{BACKBONE}:{layers}" if layers else BACKBONE
-        features = load_features(data, backbone=backbone, image_size=IMAGE_SIZE)
-        return prepared(features, root=False, validation=True) if validation else features
+        features = load_features(data, backbone=backbone, image_size=IMAGE_SIZES.get(data, IMAGE_SIZE))
+        held_out = validation is not None
+        return prepared(features, root=False, validation=held_out, seed=validation or 0)
 
     return load
 
 
-def fleet_of(load: Callable[[str], Features], images: int | None, seed: int) -> Fleet:
+def fleet_of(data: str, load: Callable[[str], Features], images: int | None, seed: int) -> Fleet:
     """Return the devices of a seed, those of `benchmarks flower` for seed 0 and as many images."""
 
     @lru_cache(maxsize=3)
@@ -120,14 +126,7 @@ def fleet_of(load: Callable[[str], Features], images: int | None, seed: int) -> 
         rows = np.sort(np.random.default_rng(seed).permutation(len(loaded.train))[:images])
         return replace(loaded, train=loaded.train[rows], train_labels=loaded.train_labels[rows])
 
-    features = of_layers("")
-
-    return Fleet(
-        owners=share_out(features.train_labels, PARTITION, clients=CLIENTS, rng=np.random.default_rng(seed)),
-        seed=seed,
-        features=features,
-        deeper=of_layers,
-    )
+    return Fleet(data=data, seed=seed, load=of_layers)
 
 
 def means_of(runs: Collection[Run]) -> list[tuple[Run, int]]:
@@ -177,13 +176,16 @@ def _store(file: Path | None, data: str, runs: Collection[Run], tables: Sequence
     )
 
 
-def _tables(runs: Collection[Run], data: str, images: int) -> list[Table]:
-    """Print the means of all points, and what others send."""
+def _tables(runs: Collection[Run], data: str, images: int | None) -> list[Table]:
+    """Print the means of all points, and what others send beside the data set that was measured with Flower."""
     means = means_of(runs)
-    table = Table(_COLUMNS, title=f"{data}, {images:,} training images, {CLIENTS} devices, {PARTITION}")
+    number = f"{images:,}" if images else "all"
+    table = Table(_COLUMNS, title=f"{data}, {number} training images, {CLIENTS} devices, {PARTITION}")
     for (mean, seeds), is_best in zip(means, front([mean for mean, _ in means]), strict=True):
         on_front, megabytes = "*" if is_best else None, mean.bytes_up / 1e6
         table.row(mean.method, mean.setting, mean.uploads, f"{seeds}", mean.accuracy, on_front, megabytes)
+    if data != FLOWER_DATA:
+        return [table]
     others = Table(
         {"what": "<60", "devices": ">8", "top-1": ">8.2%", "MB up": ">10.2f"}, title="What others send"
     )

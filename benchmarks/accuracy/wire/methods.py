@@ -1,14 +1,11 @@
-"""The methods of the benchmark, and their settings, all of which are listed here before anything is measured.
-
-AFL: He et al., "AFL: A single-round analytic approach for federated learning with pre-trained models", 2024.
-"""
+"""The methods of the benchmark, and their settings, all of which are listed here before anything is measured."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,26 +15,29 @@ from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fedproto import FedProto
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.hierarchical import Hierarchical
-from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.config.schema import Robust
-from aggregator.graphs.head_export import mapped
 from benchmarks import fleets
 from benchmarks.accuracy import baselines
+from benchmarks.accuracy.wire.sums import HEADS, Sums, accuracy_of, rows_of, sums_bytes, sums_of
+from benchmarks.accuracy.wire.tuned import DEFAULT, Momentum, tuned
 from benchmarks.pages import ROOT
-from protocol.wire.codec import encode
 from protofleet.simulation import rounds, statistics
 from protofleet.simulation.fleet import Client, Features
-from protofleet.simulation.statistics import ROWS_PER_RUN, sums_submission
+from protofleet.simulation.partitions import Partition, share_out
 
 UNBOUNDED = Robust(detect_outliers=False, max_multiple=0)
-LAYERS: Mapping[str, str] = MappingProxyType({"residual": "residual", "c384 + c576": "c384,c576"})
-"""Deeper features by their name in tables."""
+LAYERS: Mapping[str, str] = MappingProxyType(
+    {"residual": "residual", "c384 + c576": "c384,c576", "c384 + c576 + c960": DEFAULT}
+)
+"""Deeper features by their name in tables; the last are those of `export-backbone` without `--layers`."""
 
 CLIENTS = 10
+PARTITION = Partition("dirichlet", 0.1)
 ALPHA = 0.99
 RANDOM_FEATURES = 1024
 FLOWER = ("Flower, FedAvg", "Flower, FedProx")
 FLOWER_ROUNDS = (1, 3, 10, 25)
+FLOWER_DATA = "fashion_mnist"
 LINEAR = baselines.Recipe(
     rounds=1,
     epochs=1,
@@ -68,21 +68,33 @@ class Point:
 class Fleet:
     """The devices of a seed."""
 
-    owners: NDArray[np.int64]
-    """The device of each training image, (n,)."""
+    data: str
+    """The data set's name."""
     seed: int
-    features: Features
-    deeper: Callable[[str], Features]
-    """Returns the same images' features of these layers."""
+    load: Callable[[str], Features]
+    """Returns all devices' images as features of these layers, of the last one if there are none."""
+    layers: str = ""
 
     def of_layers(self, layers: str) -> "Fleet":
-        """Return the devices with features of these layers, of the last one if there are none."""
-        return replace(self, features=self.deeper(layers)) if layers else self
+        """Return the devices with features of these layers."""
+        return replace(self, layers=layers)
+
+    @property
+    def features(self) -> Features:
+        """The features of all images."""
+        return self.load(self.layers)
+
+    @property
+    def owners(self) -> NDArray[np.int64]:
+        """The device of each training image, (n,)."""
+        rng = np.random.default_rng(self.seed)
+        return share_out(self.features.train_labels, PARTITION, clients=CLIENTS, rng=rng)
 
     @property
     def clients(self) -> list[Client]:
         """The devices, all of which are evaluated on all test images alike."""
-        data, number = self.features, len(self.features.test_labels)
+        data, owners = self.features, self.owners
+        number = len(data.test_labels)
         return [
             Client(
                 domain="",
@@ -92,19 +104,27 @@ class Fleet:
                 test_labels=data.test_labels,
                 weights=np.full(number, 1 / number),
             )
-            for mine in (self.owners == client for client in np.unique(self.owners))
+            for mine in (owners == client for client in np.unique(owners))
         ]
 
-    def settings(self, *, batch: int) -> fleets.Settings:
+    def settings(self, *, batch: int, prototypes: Literal["auto", "batches"] = "batches") -> fleets.Settings:
         """Return FedTC's settings."""
-        return fleets.Settings(batch_size=batch, max_multiple=0)
+        return fleets.Settings(batch_size=batch, prototypes=prototypes, max_multiple=0)
 
 
-def _fedtc(fleet: Fleet, *, batches: Sequence[int], layers: str = "") -> Iterator[Point]:
-    features = fleet.of_layers(layers).features
+def _fedtc(fleet: Fleet, *, layers: str = "") -> Iterator[Point]:
+    """Yield FedTC with the prototypes that devices upload by default."""
+    yield _fedtc_point(fleet.of_layers(layers), "auto", fleet.settings(batch=5, prototypes="auto"))
+
+
+def _batches(fleet: Fleet, *, batches: Sequence[int], layers: str = "") -> Iterator[Point]:
     for batch in batches:
-        made, _ = fleets.train_clients(features, fleet.owners, fleet.settings(batch=batch), seed=fleet.seed)
-        yield Point(setting=f"B {batch}", accuracy=made.accuracy, bytes_up=made.bytes_up)
+        yield _fedtc_point(fleet.of_layers(layers), f"B {batch}", fleet.settings(batch=batch))
+
+
+def _fedtc_point(fleet: Fleet, setting: str, settings: fleets.Settings) -> Point:
+    made, _ = fleets.train_clients(fleet.features, fleet.owners, settings, seed=fleet.seed)
+    return Point(setting=setting, accuracy=made.accuracy, bytes_up=made.bytes_up)
 
 
 def _all_features(fleet: Fleet, *, layers: str = "") -> Iterator[Point]:
@@ -116,10 +136,10 @@ def _all_features(fleet: Fleet, *, layers: str = "") -> Iterator[Point]:
 
 def _statistics(fleet: Fleet, *, batch: int, random_features: int = 0, layers: str = "") -> Iterator[Point]:
     """Yield the head from sums (B 1) or rows of groups."""
-    features = fleet.of_layers(layers).features
-    data = statistics.map_features(features, random_features=random_features, seed=fleet.seed)
+    fleet = fleet.of_layers(layers)
+    data = statistics.map_features(fleet.features, random_features=random_features, seed=fleet.seed)
     made = statistics.run_fleet(data, fleet.owners, batch_size=batch, seed=fleet.seed, robust=UNBOUNDED)
-    width = f"{features.train.shape[1]:,}" + (f" + {random_features:,}" if random_features else "")
+    width = f"{fleet.features.train.shape[1]:,}" + (f" + {random_features:,}" if random_features else "")
     yield Point(setting=f"B {batch}, {width}", accuracy=made.accuracy, bytes_up=made.bytes_up)
 
 
@@ -158,7 +178,7 @@ def linear_head(fleet: Fleet, *, rounds: Sequence[int], recipe: baselines.Recipe
 def _flower(fleet: Fleet, *, method: str) -> Iterator[Point]:
     """Yield the rounds of a measured run of Flower's programs on the same images, which is of seed 0."""
     stored = flower_run()
-    if fleet.seed == 0 and len(fleet.owners) == int(stored["images"]):
+    if fleet.data == FLOWER_DATA and fleet.seed == 0 and len(fleet.owners) == int(stored["images"]):
         for number, each in enumerate(stored["runs"][method]["rounds"], 1):
             if number not in FLOWER_ROUNDS:
                 continue
@@ -183,96 +203,59 @@ def flower_bytes() -> float:
     return float(rounds[-1]["bytes_up"]) / len(rounds)
 
 
-Array = NDArray[np.float64]
-
 FLOAT32 = 4
-LAST_RIDGE = 1e-9
-"""AFL's ridge, relative to the mean square of a row's values: rows have nearly the mean 0, so that one direction is
-nearly without values."""
-
-MOMENTUM = replace(LINEAR, server_momentum=0.9)
-RATES: Mapping[str, float] = MappingProxyType({"": 0.003, "residual": 0.01, "c384,c576": 0.01})
-"""The learning rate with momentum, by layers: the best of `tune-wire`."""
 
 
 def momentum_head(
-    fleet: Fleet, *, rounds: Sequence[int], layers: str = "", recipe: baselines.Recipe | None = None
+    fleet: Fleet, *, rounds: Sequence[int], layers: str = "", momentum: Momentum | None = None
 ) -> Iterator[Point]:
     """Yield FedAvg of a linear head with server momentum, of rows standardized by the moments of all devices.
 
     Each device first sends the sums of its rows' values and of their squares, in float32.
     """
-    rows = rows_of(fleet.of_layers(layers).features)
+    fleet = fleet.of_layers(layers)
+    rows = rows_of(fleet.features)
     mean, deviation = rows.train.mean(axis=0), rows.train.std(axis=0)
     divisor = np.where(deviation > 0, deviation, 1.0)
     train, test = ((part - mean) / divisor for part in (rows.train, rows.test))
     moments = FLOAT32 * 2 * rows.train.shape[1] * len(np.unique(fleet.owners))
-    standardized = replace(fleet, features=replace(rows, train=train, test=test))
-    recipe = recipe or replace(MOMENTUM, learning_rate=RATES[layers])
-    for point in linear_head(standardized, rounds=rounds, recipe=recipe):
+    standardized = replace(rows, train=train, test=test)
+    recipe = replace(LINEAR, server_momentum=0.9, **asdict(momentum or tuned(fleet.data, layers).momentum))
+    for point in linear_head(replace(fleet, load=lambda _: standardized), rounds=rounds, recipe=recipe):
         yield replace(point, bytes_up=point.bytes_up + moments)
 
 
-def afl(fleet: Fleet, *, layers: str = "") -> Iterator[Point]:
-    """Yield the regression without an intercept of the sums that `statistics` sends, with a ridge of almost 0."""
-    rows = rows_of(fleet.of_layers(layers).features)
-    square, of_classes = sums(rows.train.astype(np.float64), rows.train_labels)
-    weight = ridge(square, of_classes, LAST_RIDGE * float(np.trace(square)) / len(square))
-    yield Point(
-        setting=f"{len(square):,}",
-        accuracy=accuracy_of(rows, rows.test @ weight),
-        bytes_up=_sums_bytes(fleet, rows),
-    )
-
-
-def rows_of(features: Features) -> Features:
-    """Return the rows of `statistics` in place of features, of training and test images."""
-    feature_map = FeatureMap(features.train.shape[1], 0, 0, normalized=features.normalized)
-    train, test = (
-        np.concatenate(
-            [mapped(feature_map, part[at : at + ROWS_PER_RUN]) for at in range(0, len(part), ROWS_PER_RUN)]
+def of_sums(fleet: Fleet, *, method: str, layers: str = "") -> Iterator[Point]:
+    """Yield one of HEADS of the sums that `statistics` sends, as published and with the best strength of its ridge."""
+    rows, sums, sent = _summed(fleet.of_layers(layers))
+    head, published = HEADS[method]
+    best = tuned(fleet.data, layers).strengths.get(method, published)
+    size = f"{len(sums.square):,}"
+    for strength in dict.fromkeys((published, best)):
+        yield Point(
+            setting=size if strength == published else f"{size}, strength {strength:g}",
+            accuracy=accuracy_of(rows, head(sums, strength)),
+            bytes_up=sent,
         )
-        for part in (features.train, features.test)
-    )
-    return replace(features, train=train, test=test)
 
 
-def sums(rows: NDArray[np.floating], labels: NDArray[np.int64]) -> tuple[Array, Array]:
-    """Return the sums of the products of values (D, D), and of the rows of each class (D, C)."""
-    of_class = np.eye(int(labels.max()) + 1, dtype=rows.dtype)[labels]
-    return (rows.T @ rows).astype(np.float64), (rows.T @ of_class).astype(np.float64)
-
-
-def ridge(square: Array, of_classes: Array, strength: float) -> Array:
-    """Return the weights (D, C) of the regression to one-hot labels."""
-    from scipy.linalg import solve
-
-    return np.asarray(solve(square + strength * np.eye(len(square)), of_classes, assume_a="pos"), np.float64)
-
-
-def accuracy_of(rows: Features, scores: NDArray[np.floating]) -> float:
-    """Return the share of test images with the greatest score for their class."""
-    return float((scores.argmax(axis=1) == rows.test_labels).mean())
-
-
-def _sums_bytes(fleet: Fleet, rows: Features) -> float:
-    """Return the bytes of all devices' sums of single images, packed and encoded as those of `statistics`."""
-    total = 0
-    for client in np.unique(fleet.owners):
-        mine = fleet.owners == client
-        labels = rows.train_labels[mine]
-        of_class = {
-            int(label): rows.train[mine][labels == label].astype(np.int8) for label in np.unique(labels)
-        }
-        total += len(encode(sums_submission(of_class, task=bytes(32), images=len(labels))))
-    return float(total)
+@lru_cache(maxsize=1)
+def _summed(fleet: Fleet) -> tuple[Features, Sums, float]:
+    """Return the rows, their sums, and the bytes of all devices' sums."""
+    rows = rows_of(fleet.features)
+    sums = sums_of(rows.train.astype(np.float64), rows.train_labels)
+    return rows, sums, sums_bytes(rows, fleet.owners)
 
 
 DEEPER = {"": "", **{f", {name}": layers for name, layers in LAYERS.items()}}
 METHODS: Mapping[str, Callable[[Fleet], Iterator[Point]]] = MappingProxyType(
     {
-        "FedTC": partial(_fedtc, batches=(100, 25, 10, 5, 3, 2)),
-        **{f"FedTC, {name}": partial(_fedtc, batches=(5,), layers=layers) for name, layers in LAYERS.items()},
+        **{f"FedTC{name}": partial(_fedtc, layers=layers) for name, layers in DEEPER.items()},
+        "FedTC, batches": partial(_batches, batches=(100, 25, 10, 5, 3, 2)),
+        **{
+            f"FedTC, batches, {name}": partial(_batches, batches=(5,), layers=layers)
+            for name, layers in LAYERS.items()
+        },
         "statistics, groups": partial(_statistics, batch=5),
         "statistics, sums": partial(_statistics, batch=1),
         **{
@@ -292,6 +275,10 @@ METHODS: Mapping[str, Callable[[Fleet], Iterator[Point]]] = MappingProxyType(
             f"FedAvg, momentum{name}": partial(momentum_head, rounds=(3, 10, 30), layers=layers)
             for name, layers in DEEPER.items()
         },
-        **{f"AFL{name}": partial(afl, layers=layers) for name, layers in DEEPER.items()},
+        **{
+            f"{method}{name}": partial(of_sums, method=method, layers=layers)
+            for method in HEADS
+            for name, layers in DEEPER.items()
+        },
     }
 )

@@ -1,7 +1,7 @@
 // Which device has images of which class: a heat map of devices and classes, and the sums by class.
 
 import { html, useMemo, useRef, useState } from "../vendor/standalone.module.js";
-import { counted } from "../format.js";
+import { counted, prototypesOf } from "../format.js";
 import { channels, color } from "./colors.js";
 import { useDrawing } from "./drawing.js";
 
@@ -114,7 +114,7 @@ function Sums({ status, devices }) {
         <thead>
           <tr>
             <th scope="col">Class</th><th scope="col" class="number">Images</th>
-            <th scope="col" class="number">Prototypes</th><th scope="col" class="number">Devices</th>
+            <th scope="col" class="number">${prototypesOf(status)}</th><th scope="col" class="number">Devices</th>
           </tr>
         </thead>
         <tbody>
@@ -139,7 +139,7 @@ export function Coverage({ status, details }) {
         Show
         <select value=${what} onChange=${(event) => setWhat(event.target.value)}>
           <option value="images">images on devices</option>
-          <option value="prototypes">submitted prototypes</option>
+          <option value="prototypes">${status.counted === "images" ? "images in submitted prototypes" : "submitted prototypes"}</option>
         </select>
       </label>
     </div>

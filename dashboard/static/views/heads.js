@@ -2,7 +2,7 @@
 
 import { html } from "../vendor/standalone.module.js";
 import { save } from "../fleet.js";
-import { bytes, counted, moment, percent } from "../format.js";
+import { bytes, counted, moment, percent, prototypesOf } from "../format.js";
 import { ask } from "./dialogs.js";
 
 const SHOWN = 20;
@@ -54,7 +54,7 @@ export function Heads({ status, details }) {
         <thead>
           <tr>
             <th scope="col">Head</th><th scope="col">State</th><th scope="col">Trained</th>
-            <th scope="col" class="number">Devices</th><th scope="col" class="number">Prototypes</th><th scope="col" class="number">Images that count</th>
+            <th scope="col" class="number">Devices</th><th scope="col" class="number">${prototypesOf(status)}</th><th scope="col" class="number">Images that count</th>
             <th scope="col" class="number">Accuracy</th><th scope="col" class="number">Balanced accuracy</th>
             <th scope="col" class="number">With prior</th>
             <th scope="col" class="number">Evaluated by</th><th scope="col" class="number">Size</th><th scope="col">Actions</th>

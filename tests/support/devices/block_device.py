@@ -152,8 +152,8 @@ class BlockDevice:
         if prepared.block is not None:
             block_sums = prepared.block.means * prepared.block.counts[:, None]
             np.testing.assert_allclose(np.array(means) @ values, block_sums, rtol=1e-3, atol=1e-2)
-            made = np.array(rows).reshape(-1, self.most) @ values
-            np.testing.assert_allclose(made, prepared.block.rows, rtol=1e-3, atol=1e-2)
+            of_rows = np.array(rows).reshape(-1, self.most) @ values
+            np.testing.assert_allclose(of_rows, prepared.block.rows, rtol=1e-3, atol=1e-2)
         level = max(manifest.batch_size, manifest.min_images)
         self.released += [(level, vector) for vector in (*vectors, *means, *rows)]
 

@@ -55,8 +55,21 @@ projection_size = 4
 
 
 def without(*packages: str) -> str:
-    """Return code that hides packages, as on a machine that lacks them."""
-    return f"import sys\nsys.modules.update(dict.fromkeys({packages}))\n"
+    """Return code that hides packages, as on a machine that lacks them.
+
+    `None` in `sys.modules` would not do: SciPy takes the entry for the package.
+    """
+    return f"""
+import sys
+from importlib.machinery import PathFinder
+
+class Lacking(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in {packages!r} else PathFinder.find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Lacking
+"""
 
 
 PROGRAM = """\

@@ -7,7 +7,6 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
-from protocol.statistics.principal_prototypes import PrincipalPrototypes
 from protocol.wire import messages
 from protocol.wire.codec import to_tensor
 from protocol.wire.messages import (
@@ -39,7 +38,8 @@ from protocol.wire.messages import (
     TaskManifest,
     Tensors,
 )
-from protocol.wire.quantization import prototype_fields
+from protocol.wire.principal_prototypes import PrincipalPrototypes
+from protocol.wire.quantization import principal_fields
 
 WIRE_TYPES: list[type[msgspec.Struct]] = [
     value
@@ -157,7 +157,7 @@ SAMPLES: tuple[Message | Frame, ...] = (
         labels=to_tensor(np.zeros(0, np.uint8)),
         counts=to_tensor(np.zeros(0, np.uint8)),
         images=60,
-        **prototype_fields(
+        **principal_fields(
             np.zeros((0, 3), np.float16),
             PrincipalPrototypes(
                 means=np.array([[0.5, 1, 2], [3, 4, 5]], np.float32),

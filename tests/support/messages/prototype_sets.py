@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import Contribution
 from aggregator.intake.validation import Prototypes
+from protocol.wire.principal_prototypes import PrincipalPrototypes
 from tests.support.messages.submissions import FEATURE_SIZE
 
 CLASSES = ("cat", "dog", "fox")
@@ -54,3 +55,22 @@ def uploaded(
         counts=np.array([(counts or {}).get(label, 1) for label in labels], dtype=np.int64),
         tensors={},
     )
+
+
+def in_blocks(
+    device: int, *, labels: tuple[int, ...] = (0, 1, 2), images: int = 30, shift: float = 0.1
+) -> Prototypes:
+    """Return a device like `honest` whose images, so many of each class, are in a block."""
+    random = np.random.default_rng(device)
+    centers = 3 * np.random.default_rng(0).normal(size=(len(CLASSES), FEATURE_SIZE))
+    centers = centers + shift * random.normal(size=centers.shape)
+    means = centers[list(labels)] + random.normal(size=(len(labels), FEATURE_SIZE)) / np.sqrt(images)
+    number = images * len(labels)
+    rows = np.sqrt(number) * np.eye(3, FEATURE_SIZE)
+    left = number * (np.arange(FEATURE_SIZE) >= len(rows))
+    block = PrincipalPrototypes(
+        *(means.astype(np.float32), np.array(labels), np.full(len(labels), images)),
+        *(rows.astype(np.float32), left.astype(np.float32)),
+    )
+    nothing = np.zeros(0, np.int64)
+    return Prototypes(np.zeros((0, FEATURE_SIZE), np.float32), nothing, nothing, block=block)

@@ -12,7 +12,8 @@ from aggregator.intake.validation import Expectation
 from aggregator.storage.stored_values import ServedTask
 from protocol.wire.codec import digest_of, encode, to_array, to_tensor, to_unsigned
 from protocol.wire.messages import BlobRef, DeviceInfo, Evaluation, Program, Submission, TaskManifest
-from protocol.wire.quantization import RANGE, dequantize, prototype_fields
+from protocol.wire.principal_prototypes import PrincipalPrototypes
+from protocol.wire.quantization import RANGE, dequantize, principal_fields, prototype_fields, range_of
 
 FEATURE_SIZE = 16
 MANIFEST = TaskManifest(
@@ -49,6 +50,29 @@ ROUNDS_TASK = digest_of(encode(IN_ROUNDS))
 PROJECTION_SIZE = 4
 SHAPES = {"weight": (PROJECTION_SIZE, FEATURE_SIZE), "bias": (PROJECTION_SIZE,)}
 ROUNDS_EXPECTATION = Expectation(ROUNDS_TASK, IN_ROUNDS, PROJECTION_SIZE, SHAPES)
+
+
+BLOCKS = msgspec.structs.replace(MANIFEST, prototypes="auto")
+BLOCKS_EXPECTATION = Expectation(digest_of(encode(BLOCKS)), BLOCKS, FEATURE_SIZE)
+BLOCK = PrincipalPrototypes(
+    means=np.arange(2 * FEATURE_SIZE, dtype=np.float32).reshape(2, FEATURE_SIZE),
+    labels=np.array([0, 2]),
+    counts=np.array([20, 40]),
+    rows=np.eye(3, FEATURE_SIZE, dtype=np.float32) * 9,
+    diagonal=np.ones(FEATURE_SIZE, np.float32),
+)
+
+
+def block_submission() -> Submission:
+    """Return a valid submission of a block alone, BLOCK."""
+    return Submission(
+        task=BLOCKS_EXPECTATION.task,
+        sequence=1,
+        labels=to_unsigned(np.zeros(0, np.int64)),
+        counts=to_unsigned(np.zeros(0, np.int64)),
+        images=60,
+        **principal_fields(np.zeros((0, FEATURE_SIZE), np.float16), BLOCK),
+    )
 
 
 def round_submission(
@@ -100,7 +124,7 @@ def values_of(submission: Submission) -> NDArray[np.float32]:
     values = to_array(submission.prototypes)
     if RANGE not in submission.tensors:
         return values.astype(np.float32)
-    return dequantize(values, to_array(submission.tensors[RANGE]))
+    return dequantize(values, range_of(submission.tensors))
 
 
 def evaluation(*, task: bytes = TASK, head_version: int = 1) -> Evaluation:

@@ -32,7 +32,7 @@ from edge_client.submission.prepared_submission import PreparedSubmission
 from protocol.enrollment import read_enrollment
 from protocol.errors import ConfigError
 from protocol.mqtt.reconnecting_session import BrokerAddress
-from protocol.statistics.principal_prototypes import PrincipalPrototypes
+from protocol.wire.principal_prototypes import PrincipalPrototypes
 from protocol.wire.signing import public_key
 from tests.support.devices.device_bench import CONSTANT, HeadBench
 from tests.support.devices.device_factory import image_file, write_images
@@ -167,7 +167,7 @@ def test_status_shows_the_head(here: Path, values: dict[str, Any], shown: str) -
 
 
 def test_status_shows_blocks(here: Path) -> None:
-    """Images of blocks and of prototypes, moved ones, and those of dissolved blocks."""
+    """It shows the form of each upload, the images that were moved since, and what was dissolved."""
     classes = (
         ClassReport("cat", 100, 20, (), in_blocks=80),
         ClassReport("dog", 12, 0, (6, 6), waiting=4, missing=1, unused=7),

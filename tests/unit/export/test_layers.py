@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from export.backbones import Backbone, Choice, load_backbone
-from export.layers import list_layers, select_layers
+from export.layers import list_layers, select_default, select_layers
 from export.to_onnx import to_onnx
 from protocol.errors import ConfigError
 
@@ -65,6 +65,32 @@ def test_a_depthwise_activation_is_the_last_of_its_width() -> None:
     backbone = select_layers(loaded("mobilenetv2_100"), ["c576", "c384"])
     assert list(widths(backbone)) == ["c576", "c384"]
     assert backbone.module.paths == ("blocks.5.0.bn2", "blocks.4.0.bn2")
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("mobilenetv2_100", {"c384": 384, "c576": 576, "c960": 960}),
+        ("mobilenetv3_small_050", {"c72": 72, "c144": 144, "c288": 288}),
+        (MODEL, {"c128": 128, "c192": 192}),  # it has no others
+        # Blocks without such an activation follow the last one.
+        ("mobilevitv2_050", {"last": 256} | {f"stages.{at}.1.transformer": 32 * at for at in (2, 3, 4)}),
+        ("test_resnet", {"last": 96, "layer1": 32, "layer2": 48, "layer3": 192}),
+    ],
+)
+def test_the_default_is_the_last_depthwise_activations_else_the_last_layer_and_residual_sums(
+    model: str, expected: dict[str, int]
+) -> None:
+    """The depthwise activations are a group of `--layers`, which others are not in."""
+    backbone = loaded(model)
+    assert widths(select_default(backbone)) == expected
+    if "last" in expected:
+        with pytest.raises(ConfigError, match="no block 'depthwise'"):
+            select_layers(backbone, ["depthwise"])
+        return
+    blocks = select_layers(backbone, ["last", "depthwise"]).metadata.blocks or ()
+    assert [block.name for block in blocks if block.depthwise] == list(expected)
+    assert len(blocks) == len(expected) + 1
 
 
 def test_the_last_feature_is_not_in_a_group_twice() -> None:

@@ -43,8 +43,8 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def metadata_of(*names: str, weights: str = "a") -> BackboneMetadata:
-    """Return the metadata of a backbone with blocks of two values; names with a dot are residual."""
-    made = tuple(Block(name=name, width=2, residual="." in name) for name in names)
+    """Return the metadata of a backbone with blocks of two values; names with a dot are residual, cN are depthwise."""
+    made = tuple(Block(name=name, width=2, residual="." in name, depthwise=name[0] == "c") for name in names)
     return msgspec.structs.replace(
         tiny_metadata(weights.encode(), 2 * len(names)),
         blocks=made or msgspec.UNSET,
@@ -56,11 +56,16 @@ def test_usual_candidates_are_the_last_layer_residual_sums_and_deep_depthwise_bl
     backbone = metadata_of("c8", "blocks.0", "c16", "blocks.1", "c24", "last")
     found = {each.name: each.columns.tolist() for each in list_candidates([backbone])}
     assert list(found) == [
-        *("last", "residual", "last+residual"),
+        *("last", "residual", "last+residual", "depthwise"),
         *("c8+c16", "residual+c8+c16", "c16+c24", "residual+c16+c24"),
     ]
+    assert found["depthwise"] == [0, 1, 4, 5, 8, 9]
     assert found["last+residual"] == [2, 3, 6, 7, 10, 11]
     assert found["c16+c24"] == [4, 5, 8, 9]
+
+
+def test_two_names_of_the_same_blocks_are_one_candidate() -> None:
+    assert [each.name for each in list_candidates([metadata_of("c8", "c16")])] == ["depthwise"]
 
 
 def test_other_files_are_compared_as_they_are() -> None:

@@ -25,7 +25,7 @@ from aggregator.algorithms.statistics.moments import (
     require_possible,
     within_scatter,
 )
-from aggregator.algorithms.statistics.ridge import MAX_FREEDOM, STRENGTHS, TEMPERATURE, solve
+from aggregator.algorithms.statistics.ridge import LEAST_EXPLAINED, MAX_FREEDOM, STRENGTHS, TEMPERATURE, solve
 from aggregator.graphs.fused_model import fuse
 from aggregator.graphs.head_export import head_to_onnx, map_to_onnx, mapped, max_difference
 from edge_client.data.statistics import to_rows
@@ -127,6 +127,20 @@ def test_regression_is_that_of_the_rows(seed: int) -> None:
     # The layer is float32.
     np.testing.assert_allclose(found.layer.weight, weight.T / TEMPERATURE, rtol=1e-6, atol=1e-7)
     np.testing.assert_allclose(found.layer.bias, bias / TEMPERATURE, rtol=1e-6, atol=1e-6)
+
+
+def test_classes_that_overlap_have_the_discriminant() -> None:
+    """Three classes on a line: the regression never predicts the one between two others."""
+    random = np.random.default_rng(0)
+    labels = np.repeat(np.arange(3), 400)
+    values = 20 * random.normal(size=(len(labels), SIZE))
+    values[:, 0] += 40 * labels
+    rows = np.rint(np.clip(values, -127, 127)).astype(np.int8)
+    found = solve(moments(rows, labels))
+    assert found.error > LEAST_EXPLAINED * (1 - 1 / 3)
+    predicted = found.layer.of(rows.astype(np.float32)).argmax(axis=1)
+    assert (predicted[labels == 1] == 1).mean() > 0.6
+    assert (predicted == labels).mean() > 0.75
 
 
 def test_rare_class_is_predicted() -> None:

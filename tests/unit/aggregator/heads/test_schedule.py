@@ -13,6 +13,7 @@ import pytest
 from msgspec import structs
 
 from aggregator.config.task_file import load_task
+from aggregator.config.training_packages import INSTALL
 from aggregator.coordination import round_state
 from aggregator.heads import schedule
 from aggregator.heads.next_head import folder_of, store_head
@@ -226,6 +227,23 @@ def test_head_is_not_stored_once_a_member_is_forgotten(training: Schedule, task:
     with pytest.raises(StateError, match="a submission that head 1 is made of was deleted"):
         store_head(task, store, job, Result(metrics={}), members)
     assert store.heads.all() == []
+
+
+def test_adapter_that_needs_pytorch_is_logged(
+    training: Schedule, task: Task, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    _take(training, "ab")
+    job, members = training._job, training.state.training
+    assert isinstance(job, RoundJob)
+    assert members is not None
+    training.stop()
+    for name in ("head.onnx", "tensors.bin"):
+        (folder_of(store, job) / name).write_bytes(b"made of a and b")
+    figures = {"adapter_missing": 1.0}
+    store_head(task, store, job, Result(metrics=figures), members)
+    expected = f'the adapter was not tried head=1 reason="PyTorch is not installed: {INSTALL}"'
+    assert expected in caplog.text
 
 
 def test_damaged_submission_is_moved_apart_and_requested(events: Events, task: Task, store: Store) -> None:

@@ -24,6 +24,7 @@ from aggregator.intake.validation import (
 from protocol.wire.codec import encode, to_tensor, to_unsigned
 from protocol.wire.messages import (
     MAX_IMAGES,
+    Block,
     Confused,
     DifferentialPrivacy,
     Evaluation,
@@ -42,10 +43,13 @@ from tests.support.messages.statistics import (
     sums_of,
 )
 from tests.support.messages.submissions import (
+    BLOCK,
+    BLOCKS_EXPECTATION,
     EXPECTATION,
     FEATURE_SIZE,
     MANIFEST,
     ROUNDS_EXPECTATION,
+    block_submission,
     evaluation,
     round_submission,
     submission,
@@ -180,7 +184,64 @@ REFUSED_IN_ROUNDS: dict[str, tuple[Submission, str, str]] = {
     "integer tensor": (_tensors(bias=_integers(0, 0, 0, 0)), "dtype", "bias of kind 'f2', got u1"),
     "NaN tensor": (_tensors(bias=_full(NAN, 4)), "not_finite", "bias holds NaN"),
 }
+
+
+def _block(**changes: Tensor) -> Submission:
+    """Return a submission of a block alone, with some of its tensors replaced."""
+    made = block_submission()
+    assert isinstance(made.block, Block)
+    return msgspec.structs.replace(made, block=msgspec.structs.replace(made.block, **changes))
+
+
+def _coarse(**changes: Tensor) -> Submission:
+    """Return a submission of a block alone, with some of its other tensors replaced."""
+    made = block_submission()
+    return msgspec.structs.replace(made, tensors={**made.tensors, **changes})
+
+
+_SCALES = np.ones(4, np.float32)
+REFUSED_BLOCKS = {
+    "limits reversed": (_coarse(limits=to_tensor(np.array([1, 0], "f2"))), "malformed", "from high to low"),
+    "limit NaN": (_coarse(limits=to_tensor(np.array([0, NAN], "f2"))), "not_finite", "limits holds NaN"),
+    "three limits": (_coarse(limits=_full(0, 3)), "shape", r"limits of shape \(2,\)"),
+    "exact range with limits": (_coarse(range=_full(0, 2, FEATURE_SIZE)), "dtype", "range of kind 'u1'"),
+    "range reversed": (
+        _coarse(range=to_tensor(np.array([[1] * FEATURE_SIZE, [0] * FEATURE_SIZE], "u1"))),
+        "malformed",
+        "from high to low",
+    ),
+    "limits for batches": (
+        _changed(tensors={**GOOD.tensors, "limits": _full(0, 2)}),
+        "malformed",
+        "tensors range, got limits, range",
+    ),
+    "block for batches": (
+        msgspec.structs.replace(_block(), task=EXPECTATION.task),
+        "shape",
+        "with m labels",
+    ),
+    "unknown class in a block": (_block(labels=_integers(0, 3)), "malformed", "labels below 3"),
+    "group in a block": (_block(counts=_integers(4, 56)), "malformed", "counts of at least 5"),
+    "small block": (_block(counts=_integers(5, 44)), "malformed", "at least 50 images"),
+    "rows of few images": (
+        _block(rows=_full(1, 7, FEATURE_SIZE, dtype="i1"), scales=to_tensor(np.ones(8, "f4"))),
+        "malformed",
+        "10 for each",
+    ),
+    "more images than read": (
+        _block(counts=_integers(20, 41)),
+        "implausible",
+        "61 images in prototypes of 60",
+    ),
+    "scale NaN": (_block(scales=to_tensor(_SCALES * np.float32(NAN))), "malformed", "finite scales"),
+    "infinite row": (_block(scales=to_tensor(_SCALES * np.float32(3e38))), "not_finite", "not finite"),
+    "long row": (_block(scales=to_tensor(_SCALES * np.float32(1e6))), "implausible", "at most 65504"),
+}
 CASES = {
+    **{
+        name: (*case, EXPECTATION if "batches" in name else BLOCKS_EXPECTATION)
+        for name, case in REFUSED_BLOCKS.items()
+    },
     **{name: (*case, EXPECTATION) for name, case in REFUSED.items()},
     **{f"{name} in rounds": (*case, ROUNDS_EXPECTATION) for name, case in REFUSED_IN_ROUNDS.items()},
 }
@@ -194,6 +255,18 @@ def test_invalid_submission_is_refused(
     refused = _refused(spoilt, expectation)
     assert refused.reason == reason
     assert re.search(detail, refused.detail)
+
+
+def test_valid_block_becomes_arrays() -> None:
+    """Beside no other prototypes; counted are its images."""
+    message = read_message(encode(_block()))
+    assert isinstance(message, Submission)
+    taken = check_submission(message, BLOCKS_EXPECTATION)
+    assert taken.block is not None
+    for name in ("means", "labels", "counts", "rows", "diagonal"):
+        np.testing.assert_allclose(getattr(taken.block, name), getattr(BLOCK, name), atol=0.1, err_msg=name)
+    assert not len(taken.values)
+    assert count_rows(message, BLOCKS_EXPECTATION) == {0: 20, 2: 40}
 
 
 def test_prototype_beyond_the_maximum_norm_is_implausible() -> None:

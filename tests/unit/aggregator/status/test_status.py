@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from aggregator.algorithms.fpl import FPL
 from aggregator.config.schema import Limits, Rounds
+from aggregator.config.training_packages import INSTALL
 from aggregator.coordination.canary_comparison import CanaryResult
 from aggregator.coordination.rollout_state import HeadCommand, State, Trial
 from aggregator.http.metrics import metrics_text
@@ -384,6 +385,16 @@ def test_outliers_that_are_not_quarantined(started: Store) -> None:
     started.close()
     assert [head.warning for head in status.heads] == ["old", "2 of [9] devices are far from the others"]
     assert "outliers of head 2: 2 of [9] devices are far from the others" in rendered(status)
+
+
+def test_head_without_the_adapter(started: Store) -> None:
+    """It is shown with what to install."""
+    add_head(started, 1)
+    head = started.heads.all()[0]
+    started.heads.add(dataclasses.replace(head, version=2, metrics={"adapter_missing": 1.0}))
+    lines = [line for line in rendered(collected(started)).splitlines() if line.startswith("head ")]
+    missing = f"adapter not tried (PyTorch is not installed: {INSTALL})"
+    assert [missing in line for line in sorted(lines)] == [False, True]
 
 
 def test_quarantined_and_released_devices(busy: Store) -> None:

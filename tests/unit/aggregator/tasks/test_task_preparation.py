@@ -16,6 +16,7 @@ import onnxruntime
 import pytest
 from msgspec.structs import replace
 
+from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.statistics.feature_map import FINE_LEVELS, FeatureMap, selected
 from aggregator.config.schema import Client, PrivacyBudget, PrivacySettings, TaskFile
@@ -59,7 +60,7 @@ from protocol.models.onnx_metadata import BackboneMetadata, Block, HeadMetadata,
 from protocol.statistics.noisy_sums import epsilon_of_sums
 from protocol.statistics.public_map import PublicMap
 from protocol.wire.codec import digest_of, encode
-from protocol.wire.messages import BlobRef, DifferentialPrivacy, Statistics, TaskManifest
+from protocol.wire.messages import BlobRef, DifferentialPrivacy, Perturbation, Statistics, TaskManifest
 from tests.support.graphs.backbones import tiny_backbone, tiny_metadata
 from tests.support.messages.jobs import head_job, workspace
 from tests.support.messages.submissions import (
@@ -232,8 +233,53 @@ def test_continued_task_names_all_earlier_ones(store: Store, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"algorithm": "fedtc"}, {"algorithm": "fedncm"}),
+        ({"algorithm": "fedncm"}, {"algorithm": "fedtc"}),
+        ({"client": Client(prototypes="batches")}, {"algorithm": "fedncm"}),
+    ],
+)
+def test_continued_task_has_another_algorithm(
+    store: Store, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    """One that uses the same submissions, also those that are means of batches alone; no class is added."""
+    earlier = store.blobs.put(encode(_manifest(("ant", "bee"), **before)))
+    assert continued(_manifest(("ant", "bee"), **after), earlier, store).continues == (earlier,)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings", "prototypes"),
+    [
+        ("fedtc", {}, "auto"),
+        ("fedncm", {}, "auto"),
+        ("statistics", {}, msgspec.UNSET),
+        ("fedpcl", {}, msgspec.UNSET),
+        ("fedtc", {"client": Client(prototypes="batches")}, msgspec.UNSET),
+        ("fedtc", {"training": Training(recipe="paper")}, msgspec.UNSET),
+        (
+            "fedtc",
+            {"privacy": PrivacySettings(perturbation=Perturbation(on="prototypes", scale=0.1))},
+            msgspec.UNSET,
+        ),
+    ],
+)
+def test_tasks_that_take_principal_prototypes(
+    algorithm: str, settings: dict[str, Any], prototypes: object
+) -> None:
+    """Only those of algorithms that say so; all others get means of batches."""
+    manifest = _manifest(("ant", "bee"), algorithm=algorithm, **settings)
+    assert manifest.prototypes == prototypes
+
+
+@pytest.mark.parametrize(
     ("classes", "settings", "error"),
     [
+        (
+            ("ant", "bee"),
+            {"algorithm": "fedncm", "client": Client(prototypes="batches")},
+            "prototypes must be",
+        ),
         (("bee", "ant", "wasp"), {}, "removed or renamed classes are a new task"),
         (("ant", "bee"), {}, "further ones behind them"),
         (("ant",), {}, "further ones behind them"),

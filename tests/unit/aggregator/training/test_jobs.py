@@ -226,6 +226,22 @@ def test_head_has_the_novelty_that_was_asked_for(tmp_path: Path, *, has_novelty:
         assert (novelty[2:] > 0.5).all()
 
 
+def test_head_job_without_torch_takes_the_closed_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it would train an adapter; the head's metadata and figures say so, and only there."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "aggregator.algorithms.fedtc.adapter", raising=False)
+    blobs = FolderBlobs(tmp_path / "blobs")
+    for number, expected in ((10, None), (400, 1.0)):
+        job = head_job(blobs, submission(labels=(0, 1, 2) * number))
+        result = run_head(job, workspace(blobs, tmp_path))
+        assert (result.metrics.get("adapter_missing"), result.metrics["epochs"]) == (expected, 0)
+        session = onnxruntime.InferenceSession(tmp_path / "head.onnx")
+        written = read_metadata(session.get_modelmeta().custom_metadata_map, HeadMetadata)
+        assert written.training.get("adapter_missing") == expected
+
+
 def _job(store: Store) -> CalibrationJob:
     task = store.blobs.put(encode(MANIFEST)).hex()
     metadata = head_metadata(b"a backbone", version=6, task=task, training={"loss": 0.5})

@@ -293,7 +293,13 @@ def test_stated_images_and_long_changes_do_not_multiply(devices: int, attackers:
         return Prototypes(CENTERS.astype(np.float32), np.arange(CLASSES), np.full(CLASSES, images), tensors)
 
     parts = [
-        Contribution(device=str(number), **vars(part))
+        Contribution(
+            device=str(number),
+            values=part.values,
+            labels=part.labels,
+            counts=part.counts,
+            tensors=part.tensors,
+        )
         for number, part in enumerate(limited([part(number) for number in range(devices)]))
     ]
     safe = robust_contributions(parts, clip_multiple=CLIP)

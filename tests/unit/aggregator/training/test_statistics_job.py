@@ -18,9 +18,10 @@ from aggregator.intake.validation import Expectation, Prototypes, Refused
 from aggregator.storage.blobs import FolderBlobs
 from aggregator.training import statistics_job as job_module
 from aggregator.training.jobs import Result, StatisticsJob, Workspace
+from aggregator.training.robust import outlier_detection
 from aggregator.training.robust.outlier_statistics import DeviceSummary, summarized
 from aggregator.training.robust.weights import Counting, counted_images, counted_scatter
-from aggregator.training.statistics_job import added, cohorts_of, run, weighted
+from aggregator.training.statistics_job import added, run, weighted
 from aggregator.training.statistics_sums import submitted_moments
 from protocol.errors import ProtofleetError
 from protocol.statistics.second_moment import decode, from_triangle, to_triangle
@@ -264,7 +265,7 @@ def test_each_submission_is_added_once(tmp_path: Path, monkeypatch: pytest.Monke
 
     Of a class, less of the large device counts than of its scatter.
     """
-    monkeypatch.setattr(job_module, "COHORT", cohort)
+    monkeypatch.setattr(outlier_detection, "COHORT", cohort)
     reads = Counter[str]()
     read = FolderBlobs.read
 
@@ -305,7 +306,7 @@ def test_each_submission_is_added_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_what_is_kept_of_devices_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The summaries of one cohort, whatever the number of devices; an outlier is found in its cohort."""
-    monkeypatch.setattr(job_module, "COHORT", 8)
+    monkeypatch.setattr(outlier_detection, "COHORT", 8)
     kept, most = WeakSet[DeviceSummary](), 0
 
     def watched(part: Prototypes) -> DeviceSummary:
@@ -327,7 +328,7 @@ def test_what_is_kept_of_devices_is_bounded(tmp_path: Path, monkeypatch: pytest.
 def test_cohorts_change_with_each_head(devices: int, sizes: list[int]) -> None:
     """So that devices that cooperate cannot arrange to be most of one."""
     names = [str(device) for device in range(devices)]
-    cohorts = [cohorts_of(names, version=version) for version in (1, 2)]
+    cohorts = [outlier_detection.cohorts_of(names, version=version) for version in (1, 2)]
     assert [len(cohort) for cohort in cohorts[0]] == sizes
     assert sorted(name for cohort in cohorts[0] for name in cohort) == sorted(names)
     assert (cohorts[0] == cohorts[1]) == (len(sizes) == 1)

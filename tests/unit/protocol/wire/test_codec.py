@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from hypothesis.extra import numpy as npst
+from msgspec import UNSET
 from msgspec.inspect import (
     CustomType,
     DictType,
@@ -56,7 +57,7 @@ from protocol.wire.messages import (
     TaskManifest,
     Tensor,
 )
-from protocol.wire.quantization import STEPS, dequantize, quantize
+from protocol.wire.quantization import STEPS, coarse_range, dequantize, exact_range, quantize
 from tests.support.messages.every_type import MESSAGES, SAMPLES, WIRE_TYPES
 
 GOLDEN: dict[str, str] = json.loads((Path(__file__).parent / "golden_v1.json").read_text())
@@ -97,7 +98,10 @@ def test_encoded_message_is_decoded(message: Message | Frame) -> None:
 
 @each_message
 def test_golden_bytes_of_version_1(message: Message | Frame) -> None:
-    assert encode(message).hex() == GOLDEN[type(message).__name__]
+    name = type(message).__name__
+    if isinstance(message, Submission) and message.block is not UNSET:
+        name += " with a block"
+    assert encode(message).hex() == GOLDEN[name]
 
 
 @each_message
@@ -316,6 +320,19 @@ def test_an_error_is_at_most_half_a_step(values: NDArray[np.float16]) -> None:
     error = np.abs(dequantize(integers, limits).astype(np.float64) - values)
     low, high = limits.astype(np.float64)
     assert (error <= 0.5 * (high - low) / STEPS + 1e-6 * np.maximum(abs(low), abs(high))).all()
+
+
+@given(VALUES)
+def test_coarse_ranges_contain_the_exact_ones(values: NDArray[np.float16]) -> None:
+    """They are longer by two steps of all values at most, up to the rounding of float32."""
+    _, limits = quantize(values)
+    found = exact_range(*coarse_range(limits)).astype(np.float64)
+    low, high = limits.astype(np.float64)
+    rounding = 1e-6 * np.abs(limits.astype(np.float64)).max()
+    longer = 2 * (high.max() - low.min()) / STEPS
+    assert (found[0] <= low + rounding).all()
+    assert (found[1] >= high - rounding).all()
+    assert (found[1] - found[0] <= high - low + longer + 4 * rounding).all()
 
 
 @given(VALUES)

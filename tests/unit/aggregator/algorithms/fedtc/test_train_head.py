@@ -1,6 +1,7 @@
 """Training a head: the linear candidates, and the adapter."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,11 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aggregator.algorithms.fedtc import train_head as module
-from aggregator.algorithms.fedtc.adapter import Head, _Optimizer
+from aggregator.algorithms.fedtc.adapter import Head, _Optimizer, train_adapter
 from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
 from aggregator.algorithms.fedtc.train_head import (
-    MIN_HELD_OUT,
+    ALWAYS_ADAPTER,
+    MIN_PER_CLASS,
+    MIN_PROTOTYPES,
     REGRESSION_SHARES,
     SHARES,
     TrainedHead,
@@ -106,10 +109,17 @@ def test_a_backbone_without_variation_makes_a_finite_head(constant: slice) -> No
     assert np.isfinite(logits_from(trained, prototypes)).all()
 
 
-def test_adapter_is_used_where_cross_validation_prefers_it() -> None:
+def _shifted(per_class: int, classes: int = 2) -> tuple[Features, Integers, Integers]:
+    """Prototypes of normal classes that share a covariance: a discriminant is the best head."""
+    rng, labels = np.random.default_rng(0), np.arange(per_class * classes) % classes
+    prototypes = 0.3 * labels[:, None] + rng.normal(size=(len(labels), 40))
+    return prototypes.astype(np.float32), labels, np.ones_like(labels)
+
+
+def test_adapter_is_used_where_held_out_prototypes_prefer_it() -> None:
     """Spheres of one center have no linear border; normal classes that share a covariance have the best one."""
     rng = np.random.default_rng(0)
-    directions = rng.normal(size=(10 * MIN_HELD_OUT, BLOB_SIZE))
+    directions = rng.normal(size=(ALWAYS_ADAPTER, BLOB_SIZE))
     directions /= np.linalg.norm(directions, axis=1, keepdims=True)
     labels = np.arange(len(directions)) % 2
     prototypes = (directions * np.where(labels, 4, 1)[:, None]).astype(np.float32)
@@ -118,10 +128,51 @@ def test_adapter_is_used_where_cross_validation_prefers_it() -> None:
     assert len(curved.layers) == 3
     assert curved.accuracy > 0.95
     assert curved.epochs > 0
-    shifted = (0.3 * labels[:, None] + rng.normal(size=(len(labels), 40))).astype(np.float32)
-    linear = train(shifted, labels, np.ones_like(labels), num_classes=2, recipe=recipe)
+    linear = train(*_shifted(ALWAYS_ADAPTER // 2), num_classes=2, recipe=recipe)
     assert len(linear.layers) == 1
     assert linear.epochs == 0
+
+
+@pytest.mark.parametrize(
+    ("per_class", "classes", "changed", "trainings"),
+    [
+        (MIN_PER_CLASS - 1, 20, {}, 0),
+        (MIN_PROTOTYPES // 2 - 1, 2, {}, 0),
+        (MIN_PROTOTYPES // 2, 2, {}, 1),
+        (ALWAYS_ADAPTER, 2, {}, 2),
+        (ALWAYS_ADAPTER, 2, {"epochs": 1, "min_steps": 0}, 1),
+        (ALWAYS_ADAPTER, 2, {"restore": False, "mix": False}, 1),
+    ],
+)
+def test_number_of_prototypes_decides_how_often_an_adapter_is_trained(
+    per_class: int, classes: int, changed: dict[str, Any], trainings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never of few, once to compare it with a discriminant that is better, and of many as the head.
+
+    A task's own epochs, and features that are not restored, are compared.
+    """
+    trained: list[TrainingSet] = []
+
+    def spy(part: TrainingSet, *, recipe: Recipe, **options: Any) -> tuple[tuple[Dense, ...], int]:
+        trained.append(part)
+        return train_adapter(part, recipe=replace(recipe, epochs=1, min_steps=1), **options)
+
+    monkeypatch.setattr("aggregator.algorithms.fedtc.adapter.train_adapter", spy)
+    recipe = replace(RECIPES["default"], **changed)
+    head = train(*_shifted(per_class, classes), num_classes=classes, recipe=recipe)
+    assert (len(trained), head.epochs > 0) == (trainings, trainings == 2)
+
+
+def test_adapter_takes_classes_as_equally_likely() -> None:
+    """Of two classes of the same features, it does not prefer the one with more prototypes."""
+    labels = np.repeat([0, 1], [180, 20])
+    prototypes = np.random.default_rng(0).normal(size=(200, BLOB_SIZE)).astype(np.float32)
+    shares = []
+    for balance in (True, False):
+        recipe = replace(ADAPTER, balance=balance, min_steps=20)
+        trained = train(prototypes, labels, np.full(200, 5), num_classes=2, recipe=recipe)
+        shares.append((logits_from(trained, 3 * prototypes).argmax(axis=1) == 0).mean())
+    assert 0.2 < shares[0] < 0.8 < shares[1]
 
 
 def _few(per_class: int, places: list[float], *, size: int = 400) -> tuple[Features, Integers, Integers]:

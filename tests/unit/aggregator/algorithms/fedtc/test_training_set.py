@@ -16,7 +16,7 @@ from aggregator.algorithms.fedtc import training_set as module
 from aggregator.algorithms.fedtc.discriminant import _principal_axes, _shrinkage, discriminants
 from aggregator.algorithms.fedtc.head import Dense, calibrate, compress, cross_entropy, logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
-from aggregator.algorithms.fedtc.train_head import MIN_HELD_OUT, TrainedHead, train_head
+from aggregator.algorithms.fedtc.train_head import ALWAYS_ADAPTER, TrainedHead, train_head
 from aggregator.algorithms.fedtc.training_set import Arrays, TrainingSet, blocks, even_rows, is_in_file
 from protocol.errors import ProtofleetError
 from tests.support.messages.prototype_sets import BLOB_SIZE, Features, Integers, blobs
@@ -386,7 +386,7 @@ def _bytes(layer: Dense) -> list[bytes]:
 def _trained(recipe: Recipe, arrays: Arrays) -> TrainedHead:
     """Each class is a sphere around the same center, which no linear discriminant separates."""
     rng = np.random.default_rng(0)
-    directions = rng.normal(size=(12 * MIN_HELD_OUT, 8))
+    directions = rng.normal(size=(4 * ALWAYS_ADAPTER, 8))
     directions /= np.linalg.norm(directions, axis=1, keepdims=True)
     labels = np.where(np.arange(len(directions)) < 20, 2, np.arange(len(directions)) % 2)
     data = TrainingSet(

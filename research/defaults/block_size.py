@@ -1,4 +1,4 @@
-"""`python -m research blocks`: the largest and the smallest block, bits, and what deleted images cost."""
+"""`python -m research block-size`: the largest and the smallest block, bits, and what deleted images cost."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from edge_client.data.outlier_filter import closest_features
 from edge_client.data.principal_prototypes import coefficients, most_rows, principal_prototypes
-from protocol.statistics.principal_prototypes import MIN_GROUP_IMAGES, PrincipalPrototypes
+from protocol.wire.principal_prototypes import MIN_GROUP_IMAGES, PrincipalPrototypes
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition, share_out
 
@@ -38,7 +38,7 @@ class Upload(NamedTuple):
     counts: NDArray[np.int64]
 
 
-@click.command("blocks")
+@click.command("block-size")
 @repeated("--data", "names", type=click.Choice(["fashion_mnist", "cifar10"]), default=("fashion_mnist", "cifar10"),
           help="May be repeated.")  # fmt: skip
 @repeated("--images", "sizes", type=int, default=(6_000,), help="Of the fleet; may be repeated.")
@@ -75,7 +75,7 @@ def command(
                         table.row(name, images, most or "none", fewest, each, *rows)
                         runs.append({"data": name, "images": images, "largest": most, "least": fewest,
                                      "bits": each, "figures": rows.tolist()})  # fmt: skip
-    write_json(json_file, "blocks", tables=[table], seeds=seeds, runs=runs)
+    write_json(json_file, "block-size", tables=[table], seeds=seeds, runs=runs)
 
 
 def run(

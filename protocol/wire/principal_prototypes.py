@@ -1,5 +1,6 @@
 """Principal prototypes: a second form of prototypes, of a block of at least 50 images. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,12 +43,12 @@ class PrincipalPrototypes:
         return int(self.counts.sum())
 
 
-def joined(blocks: "list[PrincipalPrototypes]") -> PrincipalPrototypes:
+def joined(blocks: Sequence[PrincipalPrototypes]) -> PrincipalPrototypes:
     """Return the principal prototypes of several blocks as one."""
     return PrincipalPrototypes(
-        *(
-            np.concatenate([getattr(each, name) for each in blocks])
-            for name in ("means", "labels", "counts", "rows")
-        ),
-        np.sum([each.diagonal for each in blocks], axis=0, dtype=np.float32),
+        means=np.concatenate([each.means for each in blocks]),
+        labels=np.concatenate([each.labels for each in blocks]),
+        counts=np.concatenate([each.counts for each in blocks]),
+        rows=np.concatenate([each.rows for each in blocks]),
+        diagonal=np.sum([each.diagonal for each in blocks], axis=0, dtype=np.float32),
     )

@@ -1,0 +1,106 @@
+"""A head in closed form of principal prototypes and of batches: class means, and one scatter of all devices. Pure."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aggregator.algorithms.fedtc.discriminant import TINY, head_of_present
+from aggregator.algorithms.fedtc.head import TEMPERATURES, Dense
+from aggregator.algorithms.fedtc.training_set import Scatter, TrainingSet, blocks
+
+STRENGTH = 1.0
+"""The ridge, relative to the mean squared distance of an image from the mean of its class."""
+
+TEMPERATURE = 0.6
+"""Temperature over the root of the mean log-odds of class means, by images that no device had."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The sums of N images that a head is computed from.
+
+    Attributes:
+        images: (C,), that count in each class.
+        means: (C, L), of each class; zeros for a class without images.
+        scatter: (L, L), of the images within classes.
+    """
+
+    images: NDArray[np.float64]
+    means: NDArray[np.float64]
+    scatter: NDArray[np.float64]
+
+
+def sums_of(data: TrainingSet, scatter: Scatter) -> Sums:
+    """Return the sums of all devices: their scatters, and those of their means about the mean of each class."""
+    images, size = data.counted_images, data.values.shape[1]
+    of_class = np.bincount(data.labels, images, minlength=data.num_classes).astype(np.float64)
+    means, products = data.means(images).astype(np.float64), np.zeros((size, size))
+    for block in blocks(len(images)):
+        away = data.values[block] - means[data.labels[block]]
+        products += (away * images[block, None]).T @ away
+    of_device = np.ones(len(scatter.diagonals))
+    of_device[data.device_numbers] = images / data.counts
+    for block in blocks(len(scatter.rows)):
+        rows = scatter.rows[block].astype(np.float64)
+        products += (rows * of_device[scatter.devices[block], None]).T @ rows
+    products[np.diag_indices(size)] += of_device @ scatter.diagonals
+    return Sums(of_class, means, products)
+
+
+def block_head(sums: Sums, common: NDArray[np.bool_]) -> tuple[Dense, float]:
+    """Return the linear discriminant of classes that are equally likely, and the temperature of its logits.
+
+    With the scatter S within classes, A = S + lambda I and the class means M about their middle, the directions are N
+    A^-1 M', with lambda = STRENGTH tr(S) / N. As in `discriminants`, the mean of few images is corrected by tr(A^-1 S)
+    / images, and that of a class that is not `common` (C,) is drawn to the middle of the common ones.
+
+    Leaving devices out chooses neither threshold nor temperature well where classes are uneven: the device that is left
+    out has most images of some class.
+    """
+    from scipy.linalg import cho_factor, cho_solve
+    from scipy.linalg.lapack import dtrtri
+
+    present, number = sums.images > 0, sums.images.sum()
+    is_common = common[present]
+    middle = sums.means[present][is_common].mean(axis=0)
+    means, size = sums.means[present] - middle, len(middle)
+    # Without any scatter, one as large as that between the means.
+    squares = float(np.trace(sums.scatter)) or float((means**2).sum()) or 1.0
+    ridge = STRENGTH * squares / number
+    factor, _ = cho_factor(
+        sums.scatter + ridge * np.eye(size), lower=True, overwrite_a=True, check_finite=False
+    )
+    directions = number * cho_solve((factor, True), means.T, check_finite=False).T
+    trace = size - ridge * float((np.tril(dtrtri(factor, lower=1)[0]) ** 2).sum())  # of A^-1 S
+    lengths = (directions * means).sum(axis=1)
+    true_lengths = np.maximum(lengths - trace / sums.images[present], 0)
+    shrinkage = np.where(is_common, 1.0, true_lengths / np.maximum(lengths, TINY))
+    directions *= shrinkage[:, None]
+    constants = -shrinkage * true_lengths / 2
+    temperature = temperature_of(means @ directions.T + constants)
+    return head_of_present(directions, constants, middle, present), temperature
+
+
+def temperature_of(logits: NDArray[np.float64]) -> float:
+    """Return the temperature of a discriminant's logits, from those of the means of K classes (K, K)."""
+    odds = float((np.diag(logits)[:, None] - logits).sum()) / max(len(logits) * (len(logits) - 1), 1)
+    return float(np.clip(TEMPERATURE * np.sqrt(odds), *TEMPERATURES)) if odds > 0 else 1.0
+
+
+def temperature_of_means(data: TrainingSet, scatter: Scatter) -> float:
+    """Return the temperature of the logits of the nearest class mean.
+
+    At it the log-odds of two classes are those of normal images, in the median of all pairs.
+    Two logits whose means are a distance d apart differ by d^2 / 2 on average, with a variance v: the log-odds are the
+    difference times d^2 / v.
+    """
+    sums = sums_of(data, scatter)
+    means = sums.means[sums.images > 0]
+    first, second = np.triu_indices(len(means), k=1)
+    squares, variances = (
+        np.diag(products)[first] + np.diag(products)[second] - 2 * products[first, second]
+        for products in (means @ means.T, means @ sums.scatter @ means.T / sums.images.sum())
+    )
+    found = float(np.median(variances / np.maximum(squares, TINY))) if len(first) else 1.0
+    return float(np.clip(found, *TEMPERATURES))
