@@ -85,7 +85,7 @@ def scores(made: Upload, form: str, label: int, features: NDArray[np.float32], k
     found = [span_shares(rows, deviations), of_mean, of_diagonal, lengths, (weights**2).sum(axis=1)]
     found += [np.abs(weights).max(axis=1), (deviations**2) @ (1 / np.maximum(spread, spread.mean() / 100))]
     for strongest in STRONGEST:
-        end = images.shape[1] - strongest
+        end = max(1, images.shape[1] - strongest)
         image, behind = images[:, :end], rows_along[:, :end]
         products, own = image @ behind.T, (image**2).sum(axis=1)
         found.append((weights * products).sum(axis=1) - (weights**2).sum(axis=1) * own / 2)

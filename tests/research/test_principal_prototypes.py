@@ -36,7 +36,7 @@ def test_both_forms_are_of_the_same_images(pool: Pool) -> None:
     features, labels = pool.features[made.rows], pool.labels[made.rows]
     deviations = features - np.stack([features[labels == label].mean(axis=0) for label in (0, 1)])[labels]
     assert made.block.rows == pytest.approx(
-        made.coefficients @ deviations, abs=np.abs(made.block.rows).max() / 100
+        made.coefficients @ deviations, abs=float(np.abs(made.block.rows).max()) / 100
     )
     assert np.intersect1d(made.rows, others).size == 0
     assert sorted(np.concatenate(made.batches.members).tolist()) == list(range(60))
