@@ -7,7 +7,7 @@ import pytest
 
 from protofleet.simulation.fleet import Features
 from research.__main__ import cli
-from research.defaults import block_edits, blocks
+from research.defaults import block_edits, block_size
 from tests.benchmarks.feature_factory import report_of
 from tests.support.graphs.backbones import tiny_backbone
 
@@ -20,7 +20,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     values = (rng.normal(size=(900, 24)) + 3 * np.eye(3, 24)[labels]).astype(np.float32)
     features = Features(values[:600], labels[:600], values[600:], labels[600:])
     (tmp_path / "tiny.onnx").write_bytes(tiny_backbone(feature_size=24))
-    for module in (blocks, block_edits):
+    for module in (block_size, block_edits):
         monkeypatch.setattr(module, "load_features", lambda *_, **__: features)
         monkeypatch.setattr(module, "prepared", lambda each, **_: each)
         monkeypatch.setattr(module, "DEVICES", 2)
@@ -30,7 +30,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_sizes_of_blocks(made: Path) -> None:
     """More blocks have more bytes; without one, deleted images cost their groups alone."""
-    arguments = ["blocks", "--data", "cifar10", "--images", "600", "--seed", "0"]
+    arguments = ["block-size", "--data", "cifar10", "--images", "600", "--seed", "0"]
     options = ["--largest", "0", "--largest", "100", "--least", "50", "--bits", "8"]
     whole, parts = report_of(cli, made / "report.json", *arguments, *options)["runs"]
     assert min(*whole["figures"], *parts["figures"]) > 0
