@@ -72,7 +72,7 @@ def _blocks(report: dict[str, Any] | None) -> Iterator[str]:
     if moved := report["moved"]:
         yield f"moved      {counted(moved, 'image')} of the block, counted in the class that they were uploaded in"
     if dissolved := report["dissolved"]:
-        yield f"dissolved  a block of {counted(dissolved, 'image')}, which are in prototypes now"
+        yield f"dissolved  blocks of {counted(dissolved, 'image')}: the groups that are whole are prototypes"
 
 
 def _submission(summary: dict[str, Any]) -> str:
