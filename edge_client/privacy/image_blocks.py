@@ -21,11 +21,11 @@ its group, and h' <= 1 / b was ascertained when the block was made.
 
 Only files dissolve a block, never a task: an image was deleted, or MOVED_SHARE of its images, or all of one class, lie
 in other classes than they are counted in, or the file with the coefficients is lost. If all images of a class lie in
-one that the block does not have, the class was renamed, and so are the groups. A dissolved block's groups are never split, and an image
-that was moved stays in its group: a group is released in the class in which most of its images lie. What is left of
-groups that lost an image may have more than 2 / b together with a new group. So it is used once, when the block is
-dissolved, in one group of each class, after the exact shares with these were computed (`with_leftovers`). A group that
-loses an image later is not released until that returns.
+one that the block does not have, the class was renamed, and so are the groups. A dissolved block's groups are never
+split, and an image that was moved stays in its group: a group is released in the class in which most of its images
+lie. What is left of groups that lost an image may have more than 2 / b together with a new group. So it is used once,
+when the block is dissolved, in one group of each class, after the exact shares with these were computed
+(`with_leftovers`). A group that loses an image later is not released until that returns.
 """
 
 from collections import Counter
