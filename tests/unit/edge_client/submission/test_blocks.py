@@ -16,6 +16,7 @@ from aggregator.intake.validation import Expectation, check_submission, read_mes
 from edge_client.agent.state import Mode, State
 from edge_client.cli import cli
 from edge_client.cli.run import _show_dry_run
+from edge_client.data.principal_prototypes import basis, share_of_new
 from edge_client.service.blob_downloads import BlobDownloads
 from edge_client.storage.image_group_record import Partition
 from edge_client.storage.stored_values import DeviceName
@@ -295,6 +296,14 @@ def test_what_is_left_of_many_broken_groups_is_used_once(device: BlockDevice) ->
     device.put(range(5, 240, 15), "fox")
     _uploaded(device, range(240, 270), batch_size=6, min_images=6)
     assert device.shares().max() <= 2 / 5
+
+
+def test_a_vector_that_others_give_hides_no_share() -> None:
+    rng, numbers = np.random.default_rng(0), np.arange(40) // 5
+    axes = basis(rng.normal(size=(3, 40)).astype(np.float16), numbers)
+    first, second = rng.normal(size=(2, 40))
+    expected = share_of_new(np.stack([first, second]), axes, numbers)
+    np.testing.assert_allclose(share_of_new(np.stack([first, 2 * first, second]), axes, numbers), expected)
 
 
 def test_moved_images_count_as_they_were_until_a_quarter_was_moved(device: BlockDevice) -> None:
