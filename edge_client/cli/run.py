@@ -257,6 +257,10 @@ def _show_dry_run(prepared: "PreparedSubmission", size_bytes: int) -> None:
         say(f"{counted(block.images, 'image')} in a block: {means} and {directions} of {size} values each")
     if prepared.moved:
         say(f"{counted(prepared.moved, 'image')} of the block would count in the class of an earlier upload")
+    if prepared.dissolved:
+        say(
+            f"dissolved blocks of {counted(prepared.dissolved, 'image')}: the groups that are whole are prototypes"
+        )
     say(
         f"{counted(rows, prepared.form)} of {size} values each: {size_bytes} bytes "
         "would be uploaded; nothing was uploaded"

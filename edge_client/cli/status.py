@@ -39,6 +39,7 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
         pending = f"; {entry['waiting']} waiting for {' and '.join(wanted)}" if entry["waiting"] else ""
         in_blocks = f"{entry['in_blocks']} in a block, " if entry["in_blocks"] else ""
         unused = f"; {entry['unused']} left out with their block" if entry["unused"] else ""
+        unused += f", {entry['missing']} missing" if unused and entry["missing"] and not pending else ""
         say(
             f"class      {entry['name']}: {counted(entry['images'], 'image')}, {entry['held_out']} held out, "
             f"{in_blocks}{counted(len(entry['counts']), report['form'])}{pending}{unused}"
