@@ -141,7 +141,7 @@ def show(found: "Review", *, blocks: int) -> None:
     if blocks:
         say(
             f"{counted(blocks, 'block')} uploaded: an image of a block that you move counts in its earlier class until "
-            "a quarter of the block was moved"
+            "a quarter of the block, or all of a class in it, was moved"
         )
 
 

@@ -234,8 +234,9 @@ def _show_dry_run(prepared: "PreparedSubmission", size_bytes: int) -> None:
         in_rows = counted(len(entry.counts), prepared.form) + (
             f" of {spans} {'image' if spans == '1' else 'images'}" if spans else ", too few images"
         )
-        parts = [in_rows] if entry.counts or not entry.in_blocks else []
+        parts = [in_rows] if entry.counts or not (entry.in_blocks or entry.unused) else []
         parts += [f"{entry.in_blocks} in a block"] if entry.in_blocks else []
+        parts += [f"{entry.unused} left out with their block"] if entry.unused else []
         say(f"{entry.name}: {counted(entry.images, 'image')}, {entry.held_out} held out; {', '.join(parts)}")
     rows, size = prepared.prototypes.shape
     for name, tensor in prepared.tensors.items():
@@ -256,6 +257,10 @@ def _show_dry_run(prepared: "PreparedSubmission", size_bytes: int) -> None:
         say(f"{counted(block.images, 'image')} in a block: {means} and {directions} of {size} values each")
     if prepared.moved:
         say(f"{counted(prepared.moved, 'image')} of the block would count in the class of an earlier upload")
+    if prepared.dissolved:
+        say(
+            f"dissolved blocks of {counted(prepared.dissolved, 'image')}: the groups that are whole are prototypes"
+        )
     say(
         f"{counted(rows, prepared.form)} of {size} values each: {size_bytes} bytes "
         "would be uploaded; nothing was uploaded"

@@ -39,6 +39,7 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
         pending = f"; {entry['waiting']} waiting for {' and '.join(wanted)}" if entry["waiting"] else ""
         in_blocks = f"{entry['in_blocks']} in a block, " if entry["in_blocks"] else ""
         unused = f"; {entry['unused']} left out with their block" if entry["unused"] else ""
+        unused += f", {entry['missing']} missing" if unused and entry["missing"] and not pending else ""
         say(
             f"class      {entry['name']}: {counted(entry['images'], 'image')}, {entry['held_out']} held out, "
             f"{in_blocks}{counted(len(entry['counts']), report['form'])}{pending}{unused}"
@@ -72,7 +73,7 @@ def _blocks(report: dict[str, Any] | None) -> Iterator[str]:
     if moved := report["moved"]:
         yield f"moved      {counted(moved, 'image')} of the block, counted in the class that they were uploaded in"
     if dissolved := report["dissolved"]:
-        yield f"dissolved  a block of {counted(dissolved, 'image')}, which are in prototypes now"
+        yield f"dissolved  blocks of {counted(dissolved, 'image')}: the groups that are whole are prototypes"
 
 
 def _submission(summary: dict[str, Any]) -> str:

@@ -127,8 +127,7 @@ def basis(coefficients: NDArray[np.float16], numbers: NDArray[np.integer]) -> ND
     """Return orthonormal rows (at most k, n) of the span of rows (k, n) less their means over each number."""
     rows = coefficients.astype(np.float64)
     rows -= _means(rows.T, numbers).T[:, numbers]
-    _, sizes, axes = np.linalg.svd(rows, full_matrices=False)
-    return np.asarray(axes[sizes**2 > RANK_TOLERANCE * (sizes**2).max(initial=0)])
+    return _orthonormal(rows)
 
 
 def share_of_new(
@@ -140,9 +139,7 @@ def share_of_new(
     """
     new = vectors - _means(vectors.T, numbers).T[:, numbers]
     new -= (new @ axes.T) @ axes
-    orthogonal, upper = np.linalg.qr(new.T)
-    orthogonal[:, np.abs(np.diag(upper)) <= np.sqrt(RANK_TOLERANCE)] = 0
-    return np.asarray((orthogonal**2).sum(axis=1))
+    return np.asarray((_orthonormal(new) ** 2).sum(axis=0))
 
 
 def principal_prototypes(
@@ -170,6 +167,12 @@ def principal_prototypes(
         rows=rows.astype(np.float32),
         diagonal=np.maximum(squares - (rows**2).sum(axis=0), 0).astype(np.float32),
     )
+
+
+def _orthonormal(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return orthonormal rows (at most k, n) of the span of rows (k, n)."""
+    _, sizes, axes = np.linalg.svd(rows, full_matrices=False)
+    return np.asarray(axes[sizes**2 > RANK_TOLERANCE * (sizes**2).max(initial=0)])
 
 
 def _limits(labels: NDArray[np.integer], batch_size: int) -> NDArray[np.float64]:

@@ -19,12 +19,13 @@ coefficients, so that the space never grows. Dissolving adds the indicators of g
 Rows less their group means are orthogonal to these, and an image has 1 / g + h' of them, where g >= b is the size of
 its group, and h' <= 1 / b was ascertained when the block was made.
 
-Only files dissolve a block, never a task: an image was deleted, or MOVED_SHARE of its images lie in other classes than
-they are counted in, or the file with the coefficients is lost. A dissolved block's groups are never split, and an image
-that was moved stays in its group: a group is released in the class in which most of its images lie. What is left of
-groups that lost an image may have more than 2 / b together with a new group. So it is used once, when the block is
-dissolved, in one group of each class, after the exact shares with these were computed (`with_leftovers`). A group that
-loses an image later is not released until that returns.
+Only files dissolve a block, never a task: an image was deleted, or MOVED_SHARE of its images, or all of one class, lie
+in other classes than they are counted in, or the file with the coefficients is lost. If all images of a class lie in
+one that the block does not have, the class was renamed, and so are the groups. A dissolved block's groups are never
+split, and an image that was moved stays in its group: a group is released in the class in which most of its images
+lie. What is left of groups that lost an image may have more than 2 / b together with a new group. So it is used once,
+when the block is dissolved, in one group of each class, after the exact shares with these were computed
+(`with_leftovers`). A group that loses an image later is not released until that returns.
 """
 
 from collections import Counter
@@ -63,6 +64,7 @@ def after_scan(
     seen: Collection[str],
     now_s: float,
     replaced: Collection[Key] = (),
+    unusable: Collection[Key] = (),
 ) -> tuple[Partition, list[Dissolved]]:
     """Return the partition that awaits the missing images, and the blocks that are dissolved.
 
@@ -72,9 +74,10 @@ def after_scan(
         seen: the classes whose images were all looked for: the task's, and those that do not exist any more.
         now_s: elapsed seconds.
         replaced: images in whose files other ones are now: they are not awaited.
+        unusable: images whose files are there, of which the task's backbones give no features.
     """
-    partition = replace(partition, moved=_moved(partition, places, seen))
-    missing = _missing(partition, places, seen)
+    partition = _renamed(replace(partition, moved=_moved(partition, places, seen)))
+    missing = _missing(partition, places, seen).difference(unusable)
     partition = partition.after_scan(
         frozenset(places), now_s=now_s, replaced=replaced, missing=frozenset(missing)
     )
@@ -83,7 +86,8 @@ def after_scan(
         members = partition.members(number)
         gone = sum(key in missing and key not in partition.awaited for key in members)
         moved = sum(key in partition.moved for key in members)
-        if gone or moved >= MOVED_SHARE * len(members):
+        lying = _lying(partition, number)
+        if gone or moved >= MOVED_SHARE * len(members) or any(name not in now for name, now in lying.items()):
             partition = dissolved(partition, number)
             reason = f"{gone} missing" if gone else f"{moved} in other classes"
             done.append(Dissolved(block, members, reason))
@@ -240,6 +244,38 @@ def _moved(partition: Partition, places: Places, seen: Collection[str]) -> dict[
             if where != group.name:
                 moved[key] = where
     return moved
+
+
+def _lying(partition: Partition, number: int) -> dict[str, set[str]]:
+    """Return the classes of a block, each with those in which its images lie."""
+    lying: dict[str, set[str]] = {}
+    for key, group in partition.members(number).items():
+        name = partition.groups[group].name
+        lying.setdefault(name, set()).add(partition.moved.get(key, name))
+    return lying
+
+
+def _renamed(partition: Partition) -> Partition:
+    """Return the partition with the names that classes of blocks have now."""
+    for number in partition.blocks:
+        lying = _lying(partition, number)
+        only = {name: min(now) for name, now in lying.items() if len(now) == 1}
+        taken = lying.keys() | {name for name, times in Counter(only.values()).items() if times > 1}
+        names = {name: now for name, now in only.items() if now not in taken}
+        if names:
+            groups = {
+                each: replace(group, name=names.get(group.name, group.name))
+                if group.block == number
+                else group
+                for each, group in partition.groups.items()
+            }
+            stays = {
+                key: now
+                for key, now in partition.moved.items()
+                if groups[partition.number_of[key]].name != now
+            }
+            partition = replace(partition, groups=groups, moved=stays)
+    return partition
 
 
 def _missing(partition: Partition, places: Places, seen: Collection[str]) -> set[Key]:

@@ -84,7 +84,7 @@ class SubmissionBuilder:
             StateError: the disk fails.
         """
         number = None if build.round is None else build.round.number
-        self._workspace.is_incomplete = False
+        self._workspace.is_incomplete = self._workspace.awaits_block = False
         try:
             settings = self._workspace.settings
             check_task(

@@ -98,7 +98,12 @@ def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -
     scan = _Scan(workspace, task, found)
     before, clock = workspace.store.image_groups.read(), workspace.store.clock
     partition, lost = image_blocks.after_scan(
-        before, scan.places, seen=scan.seen(before), now_s=clock.now_s(), replaced=scan.replaced
+        before,
+        scan.places,
+        seen=scan.seen(before),
+        now_s=clock.now_s(),
+        replaced=scan.replaced,
+        unusable=scan.unusable,
     )
     for each in lost:
         with suppress(BlobLost):
@@ -144,6 +149,8 @@ class _Scan:
         usable = {image.relative for image in found.usable}
         self.replaced = {key for relative, key in workspace.replaced.items() if relative in usable}
         self.places = {key: tuple(places) for key, places in self._images.items()}
+        there = {keys[identity] for identity in workspace.scanned or () if identity in keys}
+        self.unusable = there - self.places.keys()
 
     def seen(self, partition: Partition) -> set[str]:
         """Return the task's classes, and those of blocks that are no folder or label any more."""
@@ -305,7 +312,6 @@ def _released(
     blocks: list[ReleasedBlock] = []
     awaited, unused = Counter[str](), Counter[str]()
     least, block_size = _least(task), _block_size(workspace, task)
-    workspace.awaits_block = False
     for number in partition.blocks:
         members = partition.members(number)
         names = {key: partition.groups[group].name for key, group in members.items()}

@@ -177,7 +177,18 @@ def _require_prototype(task: TaskManifest, reports: Sequence[ClassReport], found
     if not reports:
         path, reason = found.unusable[0]
         raise NoPrototype(f"none of the {len(found.unusable)} images can be used; first: {path}: {reason}")
-    if missing := sum(report.missing for report in reports):
+    missing = sum(report.missing for report in reports)
+    if in_blocks := sum(report.unused for report in reports):
+        raise NoPrototype(
+            f"{counted(in_blocks, 'image')} in blocks that were left out: "
+            + (
+                f"{counted(missing, 'image')} missing: restore these, or wait a day"
+                if missing
+                else "the task lacks a class that they were uploaded with, or asks for more images of each: add the "
+                "class to the task file, or delete its images here and wait a day, or add new images"
+            )
+        )
+    if missing:
         raise NoPrototype(
             f"every prototype has lost images: {counted(missing, 'image')} missing: restore these, or wait a day and "
             "add new ones"

@@ -42,6 +42,8 @@ class BlockDevice:
     released: list[tuple[int, NDArray[np.float64]]] = field(default_factory=list)
     """For each released vector, the larger of `batch_size` and `min_images` of its task, and its coefficients."""
     elapsed_s: float = 0.0
+    unusable: set[int] = field(default_factory=set)
+    """Images of which the task's backbones give no features."""
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(0)
@@ -111,7 +113,7 @@ class BlockDevice:
         self.workspace.cache.put_contents({name: at.to_bytes(4, "big") for name, at in digests.items()})
         names = {name for each in self.places.values() for name in each} - set(manifest.classes)
         self.workspace.unknown_names = frozenset(map(normal, names))
-        return FoundImages(tuple(images), ())
+        return FoundImages(tuple(each for each in images if digests[each.identity] not in self.unusable), ())
 
     def upload(self, **task: Any) -> PreparedSubmission | None:
         """Release what a task gets, if it can be uploaded to, and note its coefficients."""

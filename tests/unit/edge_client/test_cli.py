@@ -171,6 +171,7 @@ def test_status_shows_blocks(here: Path) -> None:
     classes = (
         ClassReport("cat", 100, 20, (), in_blocks=80),
         ClassReport("dog", 12, 0, (6, 6), waiting=4, missing=1, unused=7),
+        ClassReport("fox", 19, 0, (), missing=1, unused=19),
     )
     report = SubmissionReport(classes, size_bytes=9, directions=8, moved=3, dissolved=12)
     DeviceState(here / "one").set(report)
@@ -179,9 +180,10 @@ def test_status_shows_blocks(here: Path) -> None:
     ] == [
         "class      cat: 100 images, 20 held out, 80 in a block, 0 prototypes",
         "class      dog: 12 images, 0 held out, 2 prototypes; 4 waiting for 1 missing; 7 left out with their block",
+        "class      fox: 19 images, 0 held out, 0 prototypes; 19 left out with their block, 1 missing",
         "block      80 images: 1 class mean and 8 directions",
         "moved      3 images of the block, counted in the class that they were uploaded in",
-        "dissolved  a block of 12 images, which are in prototypes now",
+        "dissolved  blocks of 12 images: the groups that are whole are prototypes",
     ]
 
 
@@ -229,12 +231,16 @@ def test_a_dry_run_shows_blocks(capsys: pytest.CaptureFixture[str]) -> None:
     classes = (ClassReport("cat", 100, 20, (), in_blocks=80), ClassReport("dog", 6, 0, (6,)))
     prototypes = np.zeros((1, 16), np.float16)
     numbers = np.ones(1, np.uint32)
-    _show_dry_run(PreparedSubmission(prototypes, numbers, 6 * numbers, classes, (), block=block, moved=1), 99)
+    prepared = PreparedSubmission(
+        prototypes, numbers, 6 * numbers, classes, (), block=block, moved=1, dissolved=60
+    )
+    _show_dry_run(prepared, 99)
     assert capsys.readouterr().out.splitlines() == [
         "cat: 100 images, 20 held out; 80 in a block",
         "dog: 6 images, 0 held out; 1 prototype of 6 images",
         "80 images in a block: 1 class mean and 8 directions of 16 values each",
         "1 image of the block would count in the class of an earlier upload",
+        "dissolved blocks of 60 images: the groups that are whole are prototypes",
         "1 prototype of 16 values each: 99 bytes would be uploaded; nothing was uploaded",
     ]
 

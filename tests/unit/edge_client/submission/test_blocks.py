@@ -15,16 +15,23 @@ from msgspec import UNSET
 from aggregator.intake.validation import Expectation, check_submission, read_message
 from edge_client.agent.state import Mode, State
 from edge_client.cli import cli
+from edge_client.cli.run import _show_dry_run
+from edge_client.data.principal_prototypes import basis, share_of_new
 from edge_client.service.blob_downloads import BlobDownloads
 from edge_client.storage.image_group_record import Partition
 from edge_client.storage.stored_values import DeviceName
 from edge_client.submission.builder import AWAITS_BLOCK
-from edge_client.submission.prepared_submission import PreparedSubmission, encode_submission
+from edge_client.submission.prepared_submission import (
+    NoPrototype,
+    PreparedSubmission,
+    encode_submission,
+    prepare_prototypes,
+)
 from protocol.wire.codec import encode, to_array
 from protocol.wire.messages import Perturbation, Submission
 from tests.support.devices.block_device import BACKBONES, SIZES, BlockDevice
-from tests.support.devices.device_factory import make_manifest
-from tests.support.devices.worker_benches import PrivateBench
+from tests.support.devices.device_factory import make_manifest, write_images
+from tests.support.devices.worker_benches import PrivateBench, private_task
 from tests.support.simulation.clocks import FakeClock
 
 CLASSES = ("cat", "dog", "fox")
@@ -225,6 +232,31 @@ def test_a_task_gets_a_block_whole_or_not_at_all(
         assert prepared.classes[1].unused == 20
 
 
+def test_a_block_that_is_left_out_says_why(device: BlockDevice, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names the way out; a dry run does not say that there are too few images."""
+    _uploaded(device)
+    for task, text in (
+        ({"classes": CLASSES[:2]}, r"40 images in blocks that were left out: the task lacks a class .*: add the class"),
+        ({"classes": CLASSES, "min_images": 21, "batch_size": 21}, "or asks for more images of each"),
+    ):  # fmt: skip
+        manifest = make_manifest(**{"backbones": BACKBONES[:1], "prototypes": "auto", **task})
+        with pytest.raises(NoPrototype, match=text):
+            prepare_prototypes(device.workspace, manifest, device.found(manifest))
+    device.put(range(60, 70), "cat")
+    prepared = device.upload(classes=CLASSES[:2])
+    assert prepared is not None
+    _show_dry_run(prepared, 1)
+    out = capsys.readouterr().out
+    assert "cat: 30 images, 0 held out; 2 prototypes of 5 images, 20 left out with their block" in out
+    assert "dog: 20 images, 0 held out; 20 left out with their block" in out
+    device.put([0])
+    manifest = make_manifest(
+        classes=CLASSES, backbones=BACKBONES[:1], prototypes="auto", min_images=11, batch_size=11
+    )
+    with pytest.raises(NoPrototype, match="1 image missing: restore these, or wait a day"):
+        prepare_prototypes(device.workspace, manifest, device.found(manifest))
+
+
 def test_deleted_images_dissolve_a_block_after_a_day(device: BlockDevice) -> None:
     """Its whole groups are prototypes for ever, and the broken one again when the image returns."""
     first = _uploaded(device)
@@ -281,6 +313,14 @@ def test_what_is_left_of_broken_groups_is_used_once(device: BlockDevice, deleted
         assert device.shares().max() <= 2 / 5
 
 
+def test_a_vector_that_others_give_hides_no_share() -> None:
+    rng, numbers = np.random.default_rng(0), np.arange(40) // 5
+    axes = basis(rng.normal(size=(3, 40)).astype(np.float16), numbers)
+    first, second = rng.normal(size=(2, 40))
+    expected = share_of_new(np.stack([first, second]), axes, numbers)
+    np.testing.assert_allclose(share_of_new(np.stack([first, 2 * first, second]), axes, numbers), expected)
+
+
 def test_moved_images_count_as_they_were_until_a_quarter_was_moved(device: BlockDevice) -> None:
     """They are in no other group; then each group is a prototype of the class in which most of it lies."""
     first = _uploaded(device)
@@ -293,11 +333,50 @@ def test_moved_images_count_as_they_were_until_a_quarter_was_moved(device: Block
     device.wait()
     assert _counts(device.upload(classes=(*CLASSES, "owl"))) == ([20, 20, 20], [])
     assert device.upload(classes=CLASSES) is None
-    device.put(range(0, 60, 3), "cats")  # the class is renamed
-    renamed = device.upload(classes=("cats", "dog", "fox"))
+    device.put([9], "cat")
+    device.put(range(0, 45, 3), "dog")
+    dissolved = device.upload(classes=CLASSES)
+    assert dissolved is not None
+    assert (_counts(dissolved), dissolved.dissolved) == (([], [5] * 12), 60)
+    assert np.bincount(dissolved.labels, minlength=3).sum() == 12
+    assert device.shares().max() <= 2 / 5 + 1e-9
+
+
+def test_a_renamed_class_keeps_its_block_and_a_merged_one_does_not(device: BlockDevice) -> None:
+    """No block is left that no later task can get."""
+    first = _uploaded(device)
+    device.put(range(0, 60, 3), "cats")
+    renamed = device.upload(classes=("dog", "cats", "fox"))
     assert renamed is not None
-    assert (_counts(renamed), renamed.dissolved) == (([], [5] * 12), 60)
-    assert np.bincount(renamed.labels).tolist() == [4, 4, 4]
+    assert (_counts(renamed), renamed.moved, renamed.dissolved) == (([20, 20, 20], []), 0, 0)
+    assert first.block is not None
+    assert renamed.block is not None
+    assert np.array_equal(first.block.rows, renamed.block.rows)
+    assert np.array_equal(first.block.means[0], renamed.block.means[1])
+    device.put(range(60, 120), "dog")
+    device.put(range(120, 130), "owl")  # fewer than a quarter of the second block
+    classes = ("dog", "cats", "fox", "owl")
+    assert _counts(device.upload(classes=classes)) == ([20, 20, 20, 60, 10], [])
+    device.put(range(120, 130), "dog")
+    merged = device.upload(classes=classes[:3])
+    assert (_counts(merged)[0], len(_counts(merged)[1])) == ([20, 20, 20], 14)
+    assert device.shares().max() <= 2 / 5 + 1e-9
+
+
+def test_a_backbone_that_fails_on_an_image_dissolves_no_block(device: BlockDevice) -> None:
+    """Only files dissolve a block: the task gets nothing of it, and others what they had."""
+    first = _uploaded(device)
+    found = device.found(make_manifest(classes=CLASSES, backbones=BACKBONES[1:]))
+    device.workspace.scanned = tuple(image.identity for image in found.usable)
+    for _ in range(2):
+        device.unusable = {0}
+        assert device.upload(classes=CLASSES, backbones=BACKBONES[1:]) is None
+        assert not device.workspace.awaits_block
+        device.wait()
+    device.unusable = set()
+    again = device.upload(classes=CLASSES)
+    assert again is not None
+    assert again.fingerprint == first.fingerprint
 
 
 def test_a_lost_file_dissolves_its_block(device: BlockDevice, caplog: pytest.LogCaptureFixture) -> None:
@@ -353,7 +432,23 @@ def test_the_last_submission_counts_while_a_block_awaits_an_image(tmp_path: Path
     assert last.block is UNSET
     assert to_array(last.counts).min() == 5
     output = CliRunner().invoke(cli, ["status", "--state", str(tmp_path / "state")]).output
-    assert "dissolved  a block of 64 images, which are in prototypes now" in output
+    assert "dissolved  blocks of 64 images: the groups that are whole are prototypes" in output
+
+
+def test_a_block_that_awaits_an_image_keeps_no_submission_to_another_task(tmp_path: Path) -> None:
+    """A task with differential privacy, which has no blocks, gets a new submission for new images."""
+    bench = PrivateBench(tmp_path, differential_privacy=None, prototypes="auto", batch_size=5)
+    bench.build()
+    grouped = bench.store.image_groups.read().number_of
+    contents = bench.worker._workspace.cache.contents()
+    path = next(name.split("-", 2)[2] for name, key in contents.items() if key in grouped)
+    (bench.data / path).unlink()
+    bench.build()
+    assert bench.info().warning == AWAITS_BLOCK
+    bench.manifest = make_manifest(**private_task())
+    first = bench.upload()
+    write_images(bench.data, count=42)
+    assert bench.upload().sequence > first.sequence
 
 
 def test_an_earlier_device_ignores_the_field(device: BlockDevice) -> None:
