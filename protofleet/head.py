@@ -130,7 +130,8 @@ def train_head(
         robust: protection against incorrect prototypes, as `[robust]` in a task file.
         seed: of cross-validation and training.
         device: where an adapter is trained: `cpu`, `cuda`, or `auto` for CUDA if available.
-        on_progress: called with `prototypes`, or the images in them if a device has principal prototypes, and during the training of an adapter with `epoch`, `epochs` and `loss`.
+        on_progress: called with `prototypes`, and during the training of an adapter with `epoch`, `epochs` and `loss`.
+            If a device has principal prototypes, `prototypes` are the images in all of them.
 
     Raises:
         RuntimeMissing: a package of the extra `aggregator` is not installed, or of `train` for the recipe `paper`.
