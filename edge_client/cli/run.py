@@ -256,9 +256,7 @@ def _show_dry_run(prepared: "PreparedSubmission", size_bytes: int) -> None:
         say(f"{counted(block.images, 'image')} in a block: {means} and {directions} of {size} values each")
     if prepared.moved:
         say(f"{counted(prepared.moved, 'image')} of the block would count in the class of an earlier upload")
-    say(
-        f"{counted(rows, prepared.form)} of {size} values each: {size_bytes} bytes "
-        "would be uploaded; nothing was uploaded"
-    )
+    in_rows = f"{counted(rows, prepared.form)} of {size} values each: " if rows or block is None else ""
+    say(f"{in_rows}{size_bytes} bytes would be uploaded; nothing was uploaded")
     if prepared.warning:
         say(f"warning: {prepared.warning}")
