@@ -404,7 +404,9 @@ def test_a_state_of_the_version_before_has_no_block(tmp_path: Path) -> None:
     assert _counts(_uploaded(device, range(90))) == ([20, 20, 20], [5] * 6)
 
 
-def test_the_last_submission_counts_while_a_block_awaits_an_image(tmp_path: Path) -> None:
+def test_the_last_submission_counts_while_a_block_awaits_an_image(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Log, status and info say so; a day later the block is dissolved."""
     bench = PrivateBench(tmp_path, differential_privacy=None, prototypes="auto", batch_size=5)
     bench.store.set(DeviceName("shed"))
@@ -422,6 +424,7 @@ def test_the_last_submission_counts_while_a_block_awaits_an_image(tmp_path: Path
     (bench.data / path).unlink()
     assert bench.build().item == first
     assert bench.info().warning == AWAITS_BLOCK
+    assert "left out" not in caplog.text
     (bench.data / path).write_bytes(data)
     assert bench.build().item == first
     assert bench.info().warning == ""
