@@ -232,6 +232,29 @@ def test_a_task_gets_a_block_whole_or_not_at_all(
         assert prepared.classes[1].unused == 20
 
 
+@pytest.mark.parametrize("first", ["block", "few"])
+def test_few_images_of_a_class_in_a_block_are_accepted(device: BlockDevice, first: str) -> None:
+    """They wait for a batch; a prototype of them that there was before joins the class mean if there are no blocks."""
+    if first == "few":
+        device.put(range(60, 63), "cat")
+        assert _counts(device.upload(classes=CLASSES, min_images=2)) == ([], [3])
+    _uploaded(device)
+    device.put(range(60, 63), "cat")
+    few = [3] if first == "few" else []
+    for task, expected in (
+        ({"prototypes": "auto"}, ([20, 20, 20], few)),
+        ({"prototypes": UNSET}, ([], [20, 20, 20 + sum(few)])),
+    ):  # fmt: skip
+        prepared = device.upload(classes=CLASSES, min_images=2, **task)
+        assert prepared is not None
+        assert _counts(prepared) == expected
+        assert (prepared.classes[0].waiting, prepared.classes[0].more_needed) == ((0, 0) if few else (3, 2))
+        manifest = make_manifest(classes=CLASSES, backbones=BACKBONES[:1], min_images=2, **task)
+        message = read_message(encode_submission(prepared, task=bytes(32), manifest=manifest, sequence=1))
+        assert isinstance(message, Submission)
+        check_submission(message, Expectation(bytes(32), manifest, SIZES[0]))
+
+
 def test_a_block_that_is_left_out_says_why(device: BlockDevice, capsys: pytest.CaptureFixture[str]) -> None:
     """The error names the way out; a dry run does not say that there are too few images."""
     _uploaded(device)
