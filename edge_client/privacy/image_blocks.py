@@ -78,9 +78,16 @@ def after_scan(
     """
     partition = _renamed(replace(partition, moved=_moved(partition, places, seen)))
     missing = _missing(partition, places, seen).difference(unusable)
+    there = places.keys() | set(unusable)
+    since_s = {
+        key: since_s
+        for key, since_s in partition.missing_since_s.items()
+        if key not in there and partition.groups[partition.number_of[key]].block
+    }  # a task without its class does not begin an image's day anew
     partition = partition.after_scan(
         frozenset(places), now_s=now_s, replaced=replaced, missing=frozenset(missing)
     )
+    partition = replace(partition, missing_since_s={**since_s, **partition.missing_since_s})
     done: list[Dissolved] = []
     for number, block in partition.blocks.items():
         members = partition.members(number)

@@ -303,6 +303,15 @@ def test_deleted_images_dissolve_a_block_after_a_day(device: BlockDevice) -> Non
     assert _counts(device.upload(classes=CLASSES)) == ([], [5] * 12 + [9])
 
 
+def test_a_task_without_its_class_does_not_begin_an_images_day_anew(device: BlockDevice) -> None:
+    _uploaded(device)
+    device.put([0])
+    for classes in (CLASSES, CLASSES[1:]):
+        assert device.upload(classes=classes) is None
+        device.wait(13 * 3600)
+    assert _counts(device.upload(classes=CLASSES)) == ([], [5] * 11)
+
+
 def test_what_is_left_of_many_broken_groups_is_used_once(device: BlockDevice) -> None:
     """If it is enough, one group of each class, so that no image has more than two fifths with it; then no more."""
     _uploaded(device, range(240))
