@@ -20,11 +20,11 @@ Rows less their group means are orthogonal to these, and an image has 1 / g + h'
 its group, and h' <= 1 / b was ascertained when the block was made.
 
 Only files dissolve a block, never a task: an image was deleted, or MOVED_SHARE of its images, or all of one class, lie
-in other classes than they are counted in, or the file with the coefficients is lost. If all images of a class lie in
-one that the block does not have, the class was renamed, and so are the groups. A dissolved block's groups are never
-split, and an image that was moved stays in its group: a group is released in the class in which most of its images
-lie. What is left of groups that lost an image may have more than 2 / b together with a new group. So it is used once,
-when the block is dissolved, in one group of each class, after the exact shares with these were computed
+in other classes than they are counted in, or the file with the coefficients is lost. If no image of a class lies in it
+any more, and most lie in one that the block does not have, it was renamed, and so are the groups. A dissolved block's
+groups are never split, and an image that was moved stays in its group: a group is released in the class in which most
+of its images lie. What is left of groups that lost an image may have more than 2 / b together with a new group. So it
+is used once, when the block is dissolved, in one group of each class, after the exact shares with these were computed
 (`with_leftovers`). A group that loses an image later is not released until that returns.
 """
 
@@ -78,9 +78,16 @@ def after_scan(
     """
     partition = _renamed(replace(partition, moved=_moved(partition, places, seen)))
     missing = _missing(partition, places, seen).difference(unusable)
+    there = places.keys() | set(unusable)
+    since_s = {
+        key: since_s
+        for key, since_s in partition.missing_since_s.items()
+        if key not in there and partition.groups[partition.number_of[key]].block
+    }  # a task without its class does not begin an image's day anew
     partition = partition.after_scan(
         frozenset(places), now_s=now_s, replaced=replaced, missing=frozenset(missing)
     )
+    partition = replace(partition, missing_since_s={**since_s, **partition.missing_since_s})
     done: list[Dissolved] = []
     for number, block in partition.blocks.items():
         members = partition.members(number)
@@ -246,12 +253,12 @@ def _moved(partition: Partition, places: Places, seen: Collection[str]) -> dict[
     return moved
 
 
-def _lying(partition: Partition, number: int) -> dict[str, set[str]]:
-    """Return the classes of a block, each with those in which its images lie."""
-    lying: dict[str, set[str]] = {}
+def _lying(partition: Partition, number: int) -> dict[str, Counter[str]]:
+    """Return the classes of a block, each with the numbers of its images in those in which they lie."""
+    lying: dict[str, Counter[str]] = {}
     for key, group in partition.members(number).items():
         name = partition.groups[group].name
-        lying.setdefault(name, set()).add(partition.moved.get(key, name))
+        lying.setdefault(name, Counter())[partition.moved.get(key, name)] += 1
     return lying
 
 
@@ -259,9 +266,9 @@ def _renamed(partition: Partition) -> Partition:
     """Return the partition with the names that classes of blocks have now."""
     for number in partition.blocks:
         lying = _lying(partition, number)
-        only = {name: min(now) for name, now in lying.items() if len(now) == 1}
-        taken = lying.keys() | {name for name, times in Counter(only.values()).items() if times > 1}
-        names = {name: now for name, now in only.items() if now not in taken}
+        most = {name: now.most_common(1)[0][0] for name, now in lying.items() if name not in now}
+        taken = lying.keys() | {name for name, times in Counter(most.values()).items() if times > 1}
+        names = {name: now for name, now in most.items() if now not in taken}
         if names:
             groups = {
                 each: replace(group, name=names.get(group.name, group.name))

@@ -106,9 +106,12 @@ def pack(groups: Iterable[frozenset[Key]], *, batch_size: int) -> list[frozenset
 
 
 def _is_released(partition: Partition, present: frozenset[Key], min_images: int) -> bool:
-    """Return whether something of a class is released, or will be when the missing images are back."""
+    """Return whether something of a class is released or in a block, or will be when the missing images are back."""
     awaiting = any(group.weight >= min_images for group in partition.awaiting(present))
-    return awaiting or bool(partition.released(present, min_images=min_images))
+    is_in_block = any(
+        partition.groups[partition.number_of[key]].block for key in present & partition.number_of.keys()
+    )
+    return awaiting or is_in_block or bool(partition.released(present, min_images=min_images))
 
 
 def _merge_small(

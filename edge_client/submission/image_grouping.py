@@ -336,7 +336,7 @@ def _released(
         if block_size:
             each = replace(each, in_blocks=sum(map(len, in_class)))
         else:
-            each = _with_classes_of_blocks(each, in_class)
+            each = _with_classes_of_blocks(each, in_class, batch_size=task.batch_size)
         classes.append(replace(each, missing=each.missing + awaited[name], unused=unused[name]))
     dissolved = sum(
         len(group.images) for group in partition.groups.values() if group.name and not group.block
@@ -372,10 +372,14 @@ def _released_groups(
 
 
 def _with_classes_of_blocks(
-    released: ReleasedImages, in_class: Sequence[Sequence[LabeledImage]]
+    released: ReleasedImages, in_class: Sequence[Sequence[LabeledImage]], *, batch_size: int
 ) -> ReleasedImages:
-    """Return the images with those of blocks, of each of which one class is one prototype."""
-    numbers = count(max(released.prototypes, default=-1) + 1)
+    """Return the images with those of blocks, of each of which one class is one prototype.
+
+    A prototype of fewer than `batch_size` images, which a class has alone, joins that of the first block.
+    """
+    is_small = 0 < len(released.images) < batch_size
+    numbers = count(max(released.prototypes, default=-1) + (not is_small))
     members = [*zip(released.images, released.prototypes, strict=True)]
     for images in filter(None, in_class):
         members += zip(images, repeat(next(numbers)))

@@ -232,6 +232,29 @@ def test_a_task_gets_a_block_whole_or_not_at_all(
         assert prepared.classes[1].unused == 20
 
 
+@pytest.mark.parametrize("first", ["block", "few"])
+def test_few_images_of_a_class_in_a_block_are_accepted(device: BlockDevice, first: str) -> None:
+    """They wait for a batch; a prototype of them that there was before joins the class mean if there are no blocks."""
+    if first == "few":
+        device.put(range(60, 63), "cat")
+        assert _counts(device.upload(classes=CLASSES, min_images=2)) == ([], [3])
+    _uploaded(device)
+    device.put(range(60, 63), "cat")
+    few = [3] if first == "few" else []
+    for task, expected in (
+        ({"prototypes": "auto"}, ([20, 20, 20], few)),
+        ({"prototypes": UNSET}, ([], [20, 20, 20 + sum(few)])),
+    ):  # fmt: skip
+        prepared = device.upload(classes=CLASSES, min_images=2, **task)
+        assert prepared is not None
+        assert _counts(prepared) == expected
+        assert (prepared.classes[0].waiting, prepared.classes[0].more_needed) == ((0, 0) if few else (3, 2))
+        manifest = make_manifest(classes=CLASSES, backbones=BACKBONES[:1], min_images=2, **task)
+        message = read_message(encode_submission(prepared, task=bytes(32), manifest=manifest, sequence=1))
+        assert isinstance(message, Submission)
+        check_submission(message, Expectation(bytes(32), manifest, SIZES[0]))
+
+
 def test_a_block_that_is_left_out_says_why(device: BlockDevice, capsys: pytest.CaptureFixture[str]) -> None:
     """The error names the way out; a dry run does not say that there are too few images."""
     _uploaded(device)
@@ -278,6 +301,15 @@ def test_deleted_images_dissolve_a_block_after_a_day(device: BlockDevice) -> Non
     assert _counts(device.upload(classes=CLASSES)) == ([], [5] * 11 + [9])
     device.put([0], "cat")
     assert _counts(device.upload(classes=CLASSES)) == ([], [5] * 12 + [9])
+
+
+def test_a_task_without_its_class_does_not_begin_an_images_day_anew(device: BlockDevice) -> None:
+    _uploaded(device)
+    device.put([0])
+    for classes in (CLASSES, CLASSES[1:]):
+        assert device.upload(classes=classes) is None
+        device.wait(13 * 3600)
+    assert _counts(device.upload(classes=CLASSES)) == ([], [5] * 11)
 
 
 @pytest.mark.parametrize(
@@ -345,10 +377,11 @@ def test_moved_images_count_as_they_were_until_a_quarter_was_moved(device: Block
 def test_a_renamed_class_keeps_its_block_and_a_merged_one_does_not(device: BlockDevice) -> None:
     """No block is left that no later task can get."""
     first = _uploaded(device)
-    device.put(range(0, 60, 3), "cats")
+    device.put(range(0, 57, 3), "cats")
+    device.put([57], "dog")
     renamed = device.upload(classes=("dog", "cats", "fox"))
     assert renamed is not None
-    assert (_counts(renamed), renamed.moved, renamed.dissolved) == (([20, 20, 20], []), 0, 0)
+    assert (_counts(renamed), renamed.moved, renamed.dissolved) == (([20, 20, 20], []), 1, 0)
     assert first.block is not None
     assert renamed.block is not None
     assert np.array_equal(first.block.rows, renamed.block.rows)
