@@ -53,8 +53,8 @@ def run(job: HeadJob, workspace: Workspace) -> Result:
         part = check_submission(submission, expectation)
         block = part.block
         if block is not None:
-            large = {name: arrays.keep(getattr(block, name)) for name in ("means", "rows", "diagonal")}
-            block = dataclasses.replace(block, **large)
+            means, rows, diagonal = map(arrays.keep, (block.means, block.rows, block.diagonal))
+            block = dataclasses.replace(block, means=means, rows=rows, diagonal=diagonal)
         return dataclasses.replace(part, values=arrays.keep(part.values), block=block)
 
     parts, invalid = checked_parts(job.submissions(workspace.blobs), check)
