@@ -162,7 +162,8 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The blocks of the backbones whose features are used; default: all."""
     continues: Annotated[str, Meta(pattern=r"^[0-9a-f]{8,64}\Z")] | None = None
     """An earlier task of this fleet, by its `task` in `aggregator status --json`, to which this one adds classes at the
-    end, or whose algorithm it changes to another that uses principal prototypes. Its submissions stay valid."""
+    end, whose algorithm it changes to another that uses principal prototypes, or which had `prototypes = "batches"`.
+    Its submissions stay valid."""
     fleet: Name = "default"
     """Name of the fleet. Fleets of other names can share the broker. A new name needs a new `--state`."""
     algorithm: str = "fedtc"

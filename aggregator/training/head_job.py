@@ -31,6 +31,7 @@ from aggregator.training.jobs import (
     write_head,
 )
 from aggregator.training.robust.training_set import judged_set
+from aggregator.training.robust.weights import stated_images
 from protocol.errors import ProtofleetError
 from protocol.wire.messages import Submission, TaskManifest
 
@@ -52,8 +53,8 @@ def run(job: HeadJob, workspace: Workspace) -> Result:
         part = check_submission(submission, expectation)
         block = part.block
         if block is not None:
-            large = {name: arrays.keep(getattr(block, name)) for name in ("means", "rows", "diagonal")}
-            block = dataclasses.replace(block, **large)
+            means, rows, diagonal = map(arrays.keep, (block.means, block.rows, block.diagonal))
+            block = dataclasses.replace(block, means=means, rows=rows, diagonal=diagonal)
         return dataclasses.replace(part, values=arrays.keep(part.values), block=block)
 
     parts, invalid = checked_parts(job.submissions(workspace.blobs), check)
@@ -66,7 +67,10 @@ def run(job: HeadJob, workspace: Workspace) -> Result:
         version=job.version,
         arrays=arrays,
     )
-    numbers = np.bincount(data.labels, None if manifest.prototypes is UNSET else data.counts).astype(np.int64)
+    used = [part for device, part in parts.items() if device not in judgment.quarantined]
+    numbers = np.bincount(data.labels)
+    if manifest.prototypes is not UNSET:
+        numbers = stated_images(used).sum(axis=0).astype(np.int64)
     workspace.report({"prototypes": int(numbers.sum())})
     started_s = time.perf_counter()
     trained = job.method.train(data, job.training, report=workspace.report)

@@ -138,6 +138,31 @@ def test_job_trains_on_blocks_and_on_devices_without(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "head.onnx").is_file()
 
 
+def test_job_counts_all_images_of_batches_alone(tmp_path: Path) -> None:
+    """Where devices may upload blocks and none does, as in `status`: also the images beyond a device's limit."""
+    manifest = msgspec.structs.replace(MANIFEST, prototypes="auto")
+    blobs, sent = FolderBlobs(tmp_path / "blobs"), []
+    for number in range(6):
+        part = honest(number)
+        counts = part.counts * (100 if number == 0 else 1)
+        sent.append(
+            Submission(
+                task=digest_of(encode(manifest)),
+                sequence=1 + number,
+                labels=to_unsigned(part.labels),
+                counts=to_unsigned(counts),
+                images=int(counts.sum()),
+                **prototype_fields(part.values.astype(np.float16)),
+            )
+        )
+    result = run(
+        head_job(blobs, *sent, manifest=manifest, robust=Robust(detect_outliers=False)),
+        workspace(blobs, tmp_path / "out"),
+    )
+    assert result.prototypes == result.counting.images == 5 * 90 + 9000
+    assert result.counting.counted < 1000
+
+
 def _first_prototypes(submission: Submission, number: int) -> dict[str, object]:
     part = honest(0)
     values = part.values[:number].astype(np.float16)
