@@ -191,7 +191,7 @@ def test_status_shows_blocks(here: Path) -> None:
         "class      dog: 12 images, 0 held out, 2 prototypes; 4 waiting for 1 missing; 7 left out with their block",
         "block      80 images: 1 class mean and 8 directions",
         "moved      3 images of the block, counted in the class of an earlier upload",
-        "dissolved  a block of 12 images, which are in prototypes now",
+        "dissolved  12 images in prototypes of dissolved blocks, or waiting",
     ]
 
 

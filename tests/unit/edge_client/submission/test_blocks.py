@@ -341,7 +341,7 @@ def test_the_last_submission_counts_while_a_block_awaits_an_image(
     assert last.block is UNSET
     assert to_array(last.counts).min() == 5
     output = CliRunner().invoke(cli, ["status", "--state", str(tmp_path / "state")]).output
-    assert "dissolved  a block of 64 images, which are in prototypes now" in output
+    assert "dissolved  64 images in prototypes of dissolved blocks, or waiting" in output
 
 
 def test_an_earlier_device_ignores_the_field(device: BlockDevice) -> None:
