@@ -74,7 +74,7 @@ def _blocks(report: dict[str, Any] | None) -> Iterator[str]:
     if moved := report["moved"]:
         yield f"moved      {counted(moved, 'image')} of the block, counted in the class of an earlier upload"
     if dissolved := report["dissolved"]:
-        yield f"dissolved  blocks of {counted(dissolved, 'image')}: the groups that are whole are prototypes"
+        yield f"dissolved  {counted(dissolved, 'image')} in prototypes of dissolved blocks, or waiting"
 
 
 def _submission(summary: dict[str, Any]) -> str:

@@ -68,7 +68,7 @@ class Grouping:
     classes: list[ReleasedImages]
     blocks: list[ReleasedBlock] = field(default_factory=list)
     dissolved: int = 0
-    """Images in groups of blocks that were dissolved."""
+    """Images in groups of dissolved blocks, and those that joined them since."""
 
 
 _Images = dict[Key, LabeledImage]

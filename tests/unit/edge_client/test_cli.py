@@ -193,7 +193,7 @@ def test_status_shows_blocks(here: Path) -> None:
         "class      fox: 19 images, 0 held out, 0 prototypes; 19 left out with their block, 1 missing",
         "block      80 images: 1 class mean and 8 directions",
         "moved      3 images of the block, counted in the class of an earlier upload",
-        "dissolved  blocks of 12 images: the groups that are whole are prototypes",
+        "dissolved  12 images in prototypes of dissolved blocks, or waiting",
     ]
 
 

@@ -468,7 +468,7 @@ def test_the_last_submission_counts_while_a_block_awaits_an_image(
     assert last.block is UNSET
     assert to_array(last.counts).min() == 5
     output = CliRunner().invoke(cli, ["status", "--state", str(tmp_path / "state")]).output
-    assert "dissolved  blocks of 64 images: the groups that are whole are prototypes" in output
+    assert "dissolved  64 images in prototypes of dissolved blocks, or waiting" in output
 
 
 def test_a_block_that_awaits_an_image_keeps_no_submission_to_another_task(tmp_path: Path) -> None:
