@@ -1,6 +1,7 @@
 """Submissions that were accepted in a batch of messages: stored together, and logged once they are durable."""
 
 import logging
+from typing import Any
 
 from aggregator.coordination.round_state import Settings
 from aggregator.rates import DeviceEvents
@@ -58,11 +59,12 @@ class AcceptedSubmissions:
         records = self._to_log
         self._clear()
         for record in records:
+            counted: dict[str, Any] = {self._counted: record.prototypes}
             self._device_log.event(
                 *(logging.INFO, SUBMISSION_ACCEPTED),
                 device=record.device,
                 round=record.entry.round if self._settings.rounds is not None else None,
-                **{self._counted: record.prototypes},
+                **counted,
                 images=record.images,
                 bytes=record.size_bytes,
             )
