@@ -20,6 +20,7 @@ from aggregator.training.robust.training_set import judged_set
 from protocol.errors import ConfigError
 from protocol.models.onnx_metadata import HeadMetadata
 from protocol.storage.blobstore import write_atomically
+from protocol.wire.principal_prototypes import PrincipalPrototypes
 from protofleet.packages import needed_packages
 from protofleet.prototypes import check_rows
 
@@ -130,6 +131,7 @@ def train_head(
         seed: of cross-validation and training.
         device: where an adapter is trained: `cpu`, `cuda`, or `auto` for CUDA if available.
         on_progress: called with `prototypes`, and during the training of an adapter with `epoch`, `epochs` and `loss`.
+            If a device has principal prototypes, `prototypes` are the images in all of them.
 
     Raises:
         RuntimeMissing: a package of the extra `aggregator` is not installed, or of `train` for the recipe `paper`.
@@ -145,8 +147,7 @@ def train_head(
         check_rows(part.values, part.labels)
         check_rows(part.values, part.counts, name="count", least=1)
         if part.block is not None:
-            check_rows(part.block.means, part.block.labels)
-            check_rows(part.block.means, part.block.counts, name="count", least=1)
+            _check_block(part.block, part.values.shape[1])
     parts = {name: part for name, part in parts.items() if len(part.every[0])}
     if not parts:
         raise ConfigError(
@@ -162,7 +163,7 @@ def train_head(
             f"expected prototypes of one length, got {lengths}: use the same backbones on all devices"
         )
     data, judgment, _ = judged_set(parts, classes=names, robust=robust)
-    on_progress({"prototypes": len(data.labels)})
+    on_progress({"prototypes": len(data.labels) if data.scatter is None else int(data.counts.sum())})
     trained = train_fedtc_head(data, RECIPES[recipe], seed=seed, device=device, report=on_progress)
     return Head(
         classes=names,
@@ -172,3 +173,18 @@ def train_head(
         warning=judgment.warning,
         directions=directions_of(data),
     )
+
+
+def _check_block(block: PrincipalPrototypes, size: int) -> None:
+    """Raise ConfigError unless the arrays of a block of `size` values fit each other, and are finite."""
+    check_rows(block.means, block.labels)
+    check_rows(block.means, block.counts, name="count", least=1)
+    if not block.means.shape[1:] == block.rows.shape[1:] == block.diagonal.shape == (size,):
+        raise ConfigError(
+            f"expected a block of {size} values, got means {block.means.shape}, rows {block.rows.shape} and a "
+            f"diagonal {block.diagonal.shape}"
+        )
+    if not (
+        np.isfinite(block.rows).all() and (block.diagonal >= 0).all() and np.isfinite(block.diagonal).all()
+    ):
+        raise ConfigError("expected finite rows in a block, and a finite diagonal that is not negative")

@@ -44,12 +44,7 @@ def batch_prototypes(
         ConfigError: features and labels do not fit each other, a feature is not finite, a label is no integer from 0,
             or `batch_size` or `alpha` is out of range.
     """
-    features, labels = np.asarray(features), np.asarray(labels)
-    check_rows(features, labels)
-    if batch_size < 1:
-        raise ConfigError(f"expected a batch_size from 1, got {batch_size}")
-    if not 0 < alpha <= 1:
-        raise ConfigError(f"expected an alpha above 0 and up to 1, got {alpha}")
+    features, labels = _checked(features, labels, batch_size=batch_size, alpha=alpha)
     rng = np.random.default_rng(seed)
     nothing = np.zeros(0, np.int64)
     made = [Prototypes(np.zeros((0, features.shape[1]), np.float32), nothing, nothing)]
@@ -89,14 +84,15 @@ def device_prototypes(
         As `batch_prototypes`, and `block`: the principal prototypes.
 
     Raises:
-        ConfigError: as `batch_prototypes`.
+        ConfigError: as `batch_prototypes`, or `widths` do not add up to L.
     """
-    features, labels = np.asarray(features), np.asarray(labels)
+    features, labels = _checked(features, labels, batch_size=batch_size, alpha=alpha)
+    if widths and sum(widths) != features.shape[1]:
+        raise ConfigError(f"expected widths that add up to {features.shape[1]}, got {sum(widths)}")
     options: dict[str, Any] = {"alpha": alpha, "min_images": min_images, "seed": seed}
     size = max(MIN_GROUP_IMAGES, batch_size, min_images)
-    check_rows(features, labels)
     rng = np.random.default_rng(seed)
-    rows, groups, first = [], [], 0
+    rows, groups, first = [np.zeros(0, np.intp)], [np.zeros(0, np.intp)], 0
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)
         kept, numbers = _dealt(features[members], batch=size, rng=rng, alpha=alpha, min_images=size)
@@ -106,12 +102,27 @@ def device_prototypes(
     mine, group = np.concatenate(rows), np.concatenate(groups)
     if len(mine) < MIN_BLOCK_IMAGES or features.shape[1] > MAX_VALUES:
         return batch_prototypes(features, labels, batch_size=batch_size, **options)
-    found = coefficients(features[mine], labels[mine], group, batch_size=size, widths=widths)
+    found = coefficients(
+        features[mine].astype(np.float32), labels[mine], group, batch_size=size, widths=widths
+    )
     if found is None:
         return batch_prototypes(features, labels, batch_size=batch_size, **options)
     rest = ~np.isin(labels, labels[mine])
     others = batch_prototypes(features[rest], labels[rest], batch_size=batch_size, **options)
     return replace(others, block=principal_prototypes(features[mine], labels[mine], found))
+
+
+def _checked(
+    features: NDArray[np.float32], labels: NDArray[np.integer], *, batch_size: int, alpha: float
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return features and labels as arrays; raises ConfigError if prototypes cannot be made of them."""
+    features, labels = np.asarray(features), np.asarray(labels)
+    check_rows(features, labels)
+    if batch_size < 1:
+        raise ConfigError(f"expected a batch_size from 1, got {batch_size}")
+    if not 0 < alpha <= 1:
+        raise ConfigError(f"expected an alpha above 0 and up to 1, got {alpha}")
+    return features, labels
 
 
 def check_rows(rows: NDArray[Any], numbers: NDArray[Any], *, name: str = "label", least: int = 0) -> None:

@@ -181,7 +181,9 @@ def store_head(
     return record
 
 
-def log_head(head: HeadRecord, state: round_state.State, settings: round_state.Settings) -> None:
+def log_head(
+    head: HeadRecord, state: round_state.State, settings: round_state.Settings, *, counts_images: bool = False
+) -> None:
     metrics, total = head.metrics, settings.rounds
     if before := metrics.get(CALIBRATED_FROM):
         images = round(metrics["calibration_images"])
@@ -189,8 +191,13 @@ def log_head(head: HeadRecord, state: round_state.State, settings: round_state.S
             log, logging.INFO, "head calibrated", version=head.version, of=int(before), held_out_images=images
         )
         return
-    made = {"devices": len(head.members), "prototypes": head.prototypes, "seconds": metrics["seconds"]}
-    made |= {"images": int(metrics["images"]), "counted": int(metrics["counted_images"])}
+    made: dict[str, object] = {"devices": len(head.members)}
+    made |= {} if counts_images else {"prototypes": head.prototypes}
+    made |= {
+        "seconds": metrics["seconds"],
+        "images": int(metrics["images"]),
+        "counted": int(metrics["counted_images"]),
+    }
     if total is None:
         made["onnx_max_difference"] = metrics["onnx_max_difference"]
         event(log, logging.INFO, "head trained", version=head.version, **made)

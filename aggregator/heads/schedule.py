@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from aggregator.coordination import round_state, rounds
 from aggregator.heads.calibration import Calibration, store_calibrated
@@ -215,7 +215,8 @@ class Schedule:
 
     def _use(self, head: HeadRecord) -> None:
         self._head = head
-        log_head(head, self.state, self._settings)
+        counts_images = self._task.manifest.prototypes is not UNSET
+        log_head(head, self.state, self._settings, counts_images=counts_images)
 
     def _adopt_stored(self) -> bool:
         """Return True if the next head is stored already, by a transaction that failed only to report its commit."""

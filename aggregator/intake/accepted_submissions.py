@@ -16,10 +16,11 @@ SUBMISSION_ACCEPTED = "submission accepted"
 
 
 class AcceptedSubmissions:
-    """The submissions of a batch, to one task."""
+    """The submissions of a batch, to one task; `counts_images` as in `ServedTask`."""
 
-    def __init__(self, task: bytes, settings: Settings, store: Store) -> None:
+    def __init__(self, task: bytes, settings: Settings, store: Store, *, counts_images: bool = False) -> None:
         self._task = task
+        self._counted = "images_in_prototypes" if counts_images else "prototypes"
         self._settings = settings
         self._store = store
         self._device_log = DeviceEvents(log)
@@ -61,7 +62,7 @@ class AcceptedSubmissions:
                 *(logging.INFO, SUBMISSION_ACCEPTED),
                 device=record.device,
                 round=record.entry.round if self._settings.rounds is not None else None,
-                prototypes=record.prototypes,
+                **{self._counted: record.prototypes},
                 images=record.images,
                 bytes=record.size_bytes,
             )

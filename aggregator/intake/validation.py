@@ -135,8 +135,6 @@ def _check_block(
     encoded, manifest = submission.block, expectation.manifest
     if encoded is UNSET:
         return None
-    if manifest.prototypes is UNSET:
-        raise Refused("malformed", "the task takes prototypes of batches alone, got a block")
     least = max(MIN_GROUP_IMAGES, manifest.min_images, manifest.batch_size)
     try:
         block = dequantized_block(encoded, limits, classes=len(manifest.classes), least=least)
@@ -265,6 +263,8 @@ def _check_envelope(submission: Submission, expectation: Expectation) -> None:
     if submission.task not in {expectation.task, *(expectation.manifest.continues or ())}:
         expected, got = (task.hex()[:12] for task in (expectation.task, submission.task))
         raise Refused("unknown_task", f"expected task {expected}, got {got}")
+    if submission.block is not UNSET and expectation.manifest.prototypes is UNSET:
+        raise Refused("malformed", "expected no block: the task takes no principal prototypes")
     if submission.round and expectation.manifest.program is None:
         raise Refused(
             "unknown_round", f"the task has no rounds, got a submission for round {submission.round}"
@@ -302,9 +302,8 @@ def _check_rows(
     labels = _array(submission.labels, "labels", dtypes="u", ndim=1)
     counts = _array(submission.counts, "counts", dtypes="u", ndim=1)
     rows, size = prototypes.shape
-    has_block = submission.block is not UNSET and manifest.prototypes is not UNSET
     fits = size == expectation.prototype_size and len(labels) == len(counts) == rows
-    if not fits or not (rows or has_block):
+    if not fits or not (rows or submission.block is not UNSET):
         raise Refused(
             "shape",
             f"expected (m, {expectation.prototype_size}) prototypes with m labels and counts, "

@@ -5,6 +5,7 @@ import logging
 import queue
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from aggregator.config.schema import TaskFile
 from aggregator.heads.rollout import Rollout
 from aggregator.heads.schedule import Schedule
 from aggregator.intake.uploads import Uploads
+from aggregator.intake.validation import Refused, count_rows, read_message
 from aggregator.messaging.blob_sender import BlobSender
 from aggregator.messaging.embedded_broker import EmbeddedBroker
 from aggregator.messaging.manifest_signer import identity_of
@@ -26,14 +28,16 @@ from aggregator.server.message_intake import MessageIntake
 from aggregator.server.store_view import IntakeHeads
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask, TaskPreparation
+from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task_preparation import Task, prepare_task
 from aggregator.training.job_processes import Finished, Progress
-from protocol.errors import ThreadFailed
+from protocol.errors import StateError, ThreadFailed
 from protocol.log import event as log_event
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.own_presence import OwnPresence, Replaced, require_not_replaced
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, Brokers, addresses_of
 from protocol.service_manager import ServiceManager
+from protocol.wire.messages import Submission
 from protocol.wire.presence import Duplicate
 from protocol.wire.topics import FleetChannel, device_filters, fleet_topic
 from protocol.wire.transfer import chunk_bytes
@@ -306,7 +310,26 @@ def _next_epoch(task: Task, store: Store) -> int:
     )
     with store.transaction():
         if task.manifest.continues and (before is None or before.digest != task.digest):
-            adopted = store.submissions.adopt(task.digest, task.manifest.continues[0])
+            adopted = store.submissions.adopt(
+                task.digest,
+                task.manifest.continues[0],
+                recounted=lambda record: _recounted(record, task, store),
+            )
             log_event(log, logging.INFO, "submissions of the continued task count", submissions=adopted)
         store.facts.put(served)
     return epoch
+
+
+def _recounted(record: SubmissionRecord, task: Task, store: Store) -> SubmissionRecord:
+    """Return an adopted submission's record, with images for prototypes where the task accepts blocks.
+
+    The earlier task may have had batches alone. A submission that cannot be read or used keeps its numbers.
+    """
+    if task.manifest.prototypes is UNSET:
+        return record
+    try:
+        submission = read_message(store.blobs.read(record.entry.digest))
+        per_class = count_rows(submission, task.expectation) if isinstance(submission, Submission) else {}
+    except (StateError, Refused):
+        return record
+    return replace(record, prototypes=sum(per_class.values()), per_class=per_class)

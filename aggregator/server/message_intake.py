@@ -1,5 +1,7 @@
 """The intake of device messages: a batch in one transaction, answered once it is durable."""
 
+from msgspec import UNSET
+
 from aggregator.intake.accepted_submissions import AcceptedSubmissions
 from aggregator.intake.uploads import Uploads
 from aggregator.messaging.blob_sender import BlobSender
@@ -30,7 +32,9 @@ class MessageIntake:
         self.publisher = publisher
         self.blob_sender = blob_sender
         self.view = StoreView(store, task)
-        self._accepted = AcceptedSubmissions(task.digest, task.file.settings, store)
+        self._accepted = AcceptedSubmissions(
+            task.digest, task.file.settings, store, counts_images=task.manifest.prototypes is not UNSET
+        )
         self._messages = DeviceMessages(
             task=task,
             store=store,

@@ -5,7 +5,7 @@ transactions run one after the other, so that a greater number is a later one. N
 leaves its row in the table `deletions`, or raises the number of that table's row without a device.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -47,7 +47,7 @@ class SubmissionRecord:
     images: int
     prototypes: int
     per_class: Mapping[int, int]
-    """Prototypes per class index; images, where the submission has class sums."""
+    """Prototypes per class index; images, where the submission has class sums or the task accepts blocks."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,21 @@ class Submissions:
             record.size_bytes,
         )
 
-    def adopt(self, task: bytes, earlier: bytes) -> int:
-        """Let the submissions to an earlier task count for this one, too; returns their number."""
+    def adopt(
+        self,
+        task: bytes,
+        earlier: bytes,
+        *,
+        recounted: Callable[[SubmissionRecord], SubmissionRecord] = lambda record: record,
+    ) -> int:
+        """Let the submissions to an earlier task count for this one, too; returns their number.
+
+        `recounted` returns a record with this task's numbers of prototypes.
+        """
         present = self.all(task)
         adopted = [each for device, each in self.all(earlier).items() if device not in present]
         for record in adopted:
-            self.put(task, record)
+            self.put(task, recounted(record))
         return len(adopted)
 
     def stored_bytes(self, *, task: bytes = b"", without: str = "") -> int:

@@ -164,8 +164,7 @@ def continued(manifest: TaskManifest, earlier: bytes, store: Store) -> TaskManif
     """Return the manifest as one that continues an earlier task; classes with similar names are logged.
 
     Raises:
-        ConfigError: this state has no such task, it has the same classes and algorithm, or more than added classes and
-            MAY_CHANGE differs.
+        ConfigError: this state has no such task, nothing differs, or more than added classes and MAY_CHANGE.
     """
     try:
         before = decode(store.blobs.read(earlier), TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
@@ -174,15 +173,14 @@ def continued(manifest: TaskManifest, earlier: bytes, store: Store) -> TaskManif
     if manifest.program is not None:
         raise ConfigError("`continues`: not for tasks with rounds")
     known, classes = before.classes, manifest.classes
-    is_same = len(classes) == len(known) and manifest.algorithm == before.algorithm
-    if classes[: len(known)] != known or is_same:
+    same = msgspec.structs.replace(before, classes=classes, continues=msgspec.UNSET)
+    if manifest.statistics is not None and same.statistics is not None:  # its graph depends on the classes
+        same = msgspec.structs.replace(same, statistics=manifest.statistics)
+    if classes[: len(known)] != known or (len(classes) == len(known) and same == manifest):
         text = f"expected the {len(known)} classes of the earlier task, and further ones behind them"
         raise ConfigError(
             f"`continues`: {text}: removed or renamed classes are a new task, without `continues`"
         )
-    same = msgspec.structs.replace(before, classes=classes, continues=msgspec.UNSET)
-    if manifest.statistics is not None and same.statistics is not None:  # its graph depends on the classes
-        same = msgspec.structs.replace(same, statistics=manifest.statistics)
     values = ((name, getattr(same, name), getattr(manifest, name)) for name in manifest.__struct_fields__)
     fields = [name for name, old, new in values if old != new and not MAY_CHANGE.get(name, _never)(old, new)]
     if fields:

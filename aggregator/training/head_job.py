@@ -52,7 +52,8 @@ def run(job: HeadJob, workspace: Workspace) -> Result:
         part = check_submission(submission, expectation)
         block = part.block
         if block is not None:
-            block = dataclasses.replace(block, means=arrays.keep(block.means), rows=arrays.keep(block.rows))
+            large = {name: arrays.keep(getattr(block, name)) for name in ("means", "rows", "diagonal")}
+            block = dataclasses.replace(block, **large)
         return dataclasses.replace(part, values=arrays.keep(part.values), block=block)
 
     parts, invalid = checked_parts(job.submissions(workspace.blobs), check)

@@ -113,7 +113,7 @@ def load_features(
     name, _, layers = backbone.partition(":")
     if precision == "int8" or not layers:
         graph = backbone_file(backbone, image_size=image_size)
-        blocks = _block_names(graph)
+        blocks = _block_names(graph) if layers else [""]
         graph = quantized_file(graph, data=data) if precision == "int8" else graph
     else:
         graph = backbone_file(f"{name}:all", image_size=image_size)

@@ -17,11 +17,12 @@ export function counted(number, noun) {
   return `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 }
 
-/** The server's time, in unix seconds. */
+/** The title of a column of prototypes. */
 export function prototypesOf(status) {
   return status.counted === "images" ? "Images in prototypes" : "Prototypes";
 }
 
+/** The server's time, in unix seconds. */
 export function now() {
   return Date.now() / 1000 + fleet.skew_s;
 }

@@ -261,9 +261,7 @@ def _show_dry_run(prepared: "PreparedSubmission", size_bytes: int) -> None:
         say(
             f"dissolved blocks of {counted(prepared.dissolved, 'image')}: the groups that are whole are prototypes"
         )
-    say(
-        f"{counted(rows, prepared.form)} of {size} values each: {size_bytes} bytes "
-        "would be uploaded; nothing was uploaded"
-    )
+    in_rows = f"{counted(rows, prepared.form)} of {size} values each: " if rows or block is None else ""
+    say(f"{in_rows}{size_bytes} bytes would be uploaded; nothing was uploaded")
     if prepared.warning:
         say(f"warning: {prepared.warning}")

@@ -37,12 +37,13 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
         wanted = [f"{entry['missing']} missing"] if entry["missing"] else []
         wanted += [f"{entry['more_needed']} more"] if entry["more_needed"] or not wanted else []
         pending = f"; {entry['waiting']} waiting for {' and '.join(wanted)}" if entry["waiting"] else ""
-        in_blocks = f"{entry['in_blocks']} in a block, " if entry["in_blocks"] else ""
+        parts = [f"{entry['in_blocks']} in a block"] if entry["in_blocks"] else []
+        parts += [counted(len(entry["counts"]), report["form"])] if entry["counts"] or not parts else []
         unused = f"; {entry['unused']} left out with their block" if entry["unused"] else ""
         unused += f", {entry['missing']} missing" if unused and entry["missing"] and not pending else ""
         say(
             f"class      {entry['name']}: {counted(entry['images'], 'image')}, {entry['held_out']} held out, "
-            f"{in_blocks}{counted(len(entry['counts']), report['form'])}{pending}{unused}"
+            f"{', '.join(parts)}{pending}{unused}"
         )
     for line in _blocks(summary["report"]):
         say(line)
@@ -71,7 +72,7 @@ def _blocks(report: dict[str, Any] | None) -> Iterator[str]:
         means, rows = counted(len(counts), "class mean"), counted(report["directions"], "direction")
         yield f"block      {counted(sum(counts), 'image')}: {means} and {rows}"
     if moved := report["moved"]:
-        yield f"moved      {counted(moved, 'image')} of the block, counted in the class that they were uploaded in"
+        yield f"moved      {counted(moved, 'image')} of the block, counted in the class of an earlier upload"
     if dissolved := report["dissolved"]:
         yield f"dissolved  blocks of {counted(dissolved, 'image')}: the groups that are whole are prototypes"
 
@@ -91,6 +92,8 @@ def _head(head: dict[str, Any] | None, task: str | None) -> str:
     trained = "" if head["round"] is None else f" of round {head['round']}"
     correct, total = head["correct"], head["total"]
     accuracy = f", accuracy {correct / total:.1%} ({correct}/{total})" if total else ""
+    if head["correct_with_prior"] is not None and total:
+        accuracy += f", {head['correct_with_prior'] / total:.1%} with the place's prior"
     if head["balanced"] is not None:
         accuracy += f", at least {head['balanced']:.1%} over all {head['known']} classes"
     is_earlier = head["task"] and head["task"].hex() != task

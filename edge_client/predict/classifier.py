@@ -56,7 +56,8 @@ class Prediction:
 
 
 NO_THRESHOLD = (
-    "this head is not calibrated, so no image is answered as unrecognized; a fleet needs 50 held-out images"
+    "this head is not calibrated, so no image is answered as unrecognized: a calibrated one follows when devices have "
+    "evaluated a head on 50 held-out images"
 )
 
 

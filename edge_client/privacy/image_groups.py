@@ -23,6 +23,8 @@ task that asks for more than that own weight: to one that does, they are in no o
 A group that awaits missing images (`Partition.awaited`) takes part in nothing: it is not released, and no group is
 formed of what is left of it.
 
+Groups that are or were in a block have a law of their own (`image_blocks`), and are never split here.
+
 The law is about linear combinations. A backbone that an attacker has designed can put single images into places of
 their own in the features, which no averaging hides: `docs/privacy.md`.
 """

@@ -227,8 +227,9 @@ class InstalledHead(msgspec.Struct, frozen=True, kw_only=True):
 
     `head` is its file's digest. In tasks with rounds, `round` trained it, the round's `tensors` and the `local_model`
     are bound to it by their digests, and `feature_size` is that of all backbones together. Of `total` held-out images,
-    `correct` were classified correctly when it was installed. Of a personal model, `balanced` is the mean over the
-    `known` classes, which have prototypes; those without held-out images count as not recognized.
+    `correct` were classified correctly when it was installed, and `correct_with_prior` with the prior `auto`. Of a
+    personal model, `balanced` is the mean over the `known` classes, which have prototypes; those without held-out
+    images count as not recognized.
     """
 
     head: bytes
@@ -242,6 +243,7 @@ class InstalledHead(msgspec.Struct, frozen=True, kw_only=True):
     feature_size: int = 0
     correct: int = 0
     total: int = 0
+    correct_with_prior: int | None = None
     balanced: float | None = None
     known: int = 0
 

@@ -52,7 +52,10 @@ log = logging.getLogger(__name__)
 
 LOST_IMAGES = "class has lost images: restore them, or restart edge-client if they were removed on purpose"
 
-AWAITS_BLOCK = "images of a block are missing, and the last submission counts for a day: restore them"
+AWAITS_BLOCK = (
+    "images of a block are missing, and the last submission counts for a day, without new images: restore them, "
+    "unless they were deleted on purpose"
+)
 
 MAX_TASKS = 16
 """Tasks without rounds of which the newest submission's number and digest are stored."""
@@ -124,8 +127,9 @@ class SubmissionBuilder:
                 raise
             return last
         prepared = replace(prepared, lost_images=self._lost_images(build.task, prepared.classes))
-        self._warn(build.manifest, prepared)
-        return self._submission_with_block(build) or self._put(build, prepared)
+        last = self._submission_with_block(build)
+        self._warn(build.manifest, prepared, is_uploaded=last is None)
+        return last or self._put(build, prepared)
 
     def _submission_with_block(self, build: BuildSubmission) -> UploadItem | None:
         """Return the last submission to the same task, which counts while a block awaits an image."""
@@ -260,8 +264,8 @@ class SubmissionBuilder:
         texts = [f"{name} has {now.get(name, 0)} of {most} images" for name, most in lost.items()]
         return f"{LOST_IMAGES}: {name_some(texts)}" if texts else ""
 
-    def _warn(self, manifest: TaskManifest, prepared: PreparedSubmission) -> None:
-        """Log each omission once, with its reason."""
+    def _warn(self, manifest: TaskManifest, prepared: PreparedSubmission, *, is_uploaded: bool) -> None:
+        """Log each omission once, with its reason; of a submission that is not uploaded, only unusable images."""
         data, used = self._workspace.settings.data, {entry.name for entry in prepared.classes}
         before, self._warned = self._warned, set()
 
@@ -272,7 +276,7 @@ class SubmissionBuilder:
 
         for path, reason in prepared.unusable:
             warn("image omitted", path=path, reason=reason)
-        for entry in prepared.classes:
+        for entry in prepared.classes if is_uploaded else ():
             _warn_of_class(entry, warn)
         for name in manifest.classes:
             if name not in used and is_folder(data / name):

@@ -134,10 +134,14 @@ class HeadInstaller:
             )
             correct = sum(evaluation.correct)
             total = correct + sum(evaluation.incorrect)
+            with_prior = (
+                None if evaluation.correct_with_prior is msgspec.UNSET else evaluation.correct_with_prior
+            )
             installed = msgspec.structs.replace(
                 installed,
                 correct=correct,
                 total=total,
+                correct_with_prior=with_prior,
                 balanced=balanced(evaluation, head, install.manifest),
                 known=len(head.known_classes),
             )
@@ -158,6 +162,7 @@ class HeadInstaller:
             head=reference.version,
             round=reference.round,
             accuracy=f"{correct / total:.1%} ({correct}/{total})" if total else None,
+            with_prior=f"{with_prior / total:.1%}" if with_prior is not None and total else None,
             over_all_classes=None if installed.balanced is None else f"{installed.balanced:.1%}",
             canary=True if install.as_canary else None,
         )

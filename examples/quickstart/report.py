@@ -38,6 +38,7 @@ class DeviceResult(msgspec.Struct, frozen=True, kw_only=True):
     classes: tuple[str, ...]
     images: int
     prototypes: int
+    """Or the images in them, where devices may upload principal prototypes; of all devices as well."""
     bytes_up: int
     cpu_s: float
     """CPU time of its process, seconds."""
@@ -80,7 +81,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 def progress(summary: dict[str, Any], names: Sequence[str]) -> RenderableType:
     """Return the progress of every device, for a terminal; the summary is that of `aggregator status --json`."""
     known = {row["device"]: row for row in summary.get("devices", [])}
-    steps = [_step(known.get(name), has_head=bool(summary.get("heads"))) for name in names]
+    of_images = summary.get("counted") == "images"
+    steps = [
+        _step(known.get(name), has_head=bool(summary.get("heads")), of_images=of_images) for name in names
+    ]
     table = Table(box=None, padding=(0, 2, 0, 2), show_header=False)
     for name, (step, words) in zip(names, steps, strict=True):
         bar = ProgressBar(total=STEPS, completed=step, width=16)
@@ -88,14 +92,19 @@ def progress(summary: dict[str, Any], names: Sequence[str]) -> RenderableType:
     return Group(Spinner("dots", text=_fleet_line(summary, [step for step, _ in steps])), table)
 
 
-def _step(row: dict[str, Any] | None, *, has_head: bool) -> tuple[int, str]:
-    """Return a device's number of completed steps, and its current one."""
+def _step(row: dict[str, Any] | None, *, has_head: bool, of_images: bool) -> tuple[int, str]:
+    """Return a device's number of completed steps, and its current one.
+
+    With `of_images`, the row's prototypes are the images in them.
+    """
     if row is None or (row["state"] != "online" and not row["prototypes"]):
         return 0, "starting"
     if not row["prototypes"]:
         return 1, "fetching the backbone, extracting features"
     if row["accuracy"] is None:
-        sent = f"uploaded {counted(row['prototypes'], 'prototype')}, {_kilobytes(row['bytes'])}"
+        number = row["prototypes"]
+        what = f"prototypes of {counted(number, 'image')}" if of_images else counted(number, "prototype")
+        sent = f"uploaded {what}, {_kilobytes(row['bytes'])}"
         return (3, f"{sent}; evaluating the head") if has_head else (2, sent)
     return (
         STEPS,

@@ -84,7 +84,12 @@ def train_prototypes(
     features, owners = pooled(clients)
     started_s = engine.processor_s()
     defaults = ClientSettings()
-    task = fedtc.expectation_of(features, alpha=defaults.alpha, batch_size=defaults.batch_size)
+    task = fedtc.expectation_of(
+        features,
+        alpha=defaults.alpha,
+        batch_size=defaults.batch_size,
+        prototypes="auto" if method.blocks and training.recipe == "default" else "batches",
+    )
     payloads = fedtc.fleet_submissions(features, owners, task, seed=SEED, engine=engine)
     data, judgment, counting = judged_set(
         {client: fedtc.decoded(payload, task) for client, payload in payloads.items()},

@@ -11,6 +11,7 @@ import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
+from aggregator.intake.validation import Prototypes
 from benchmarks.data.features import backbone_file, load_features, prepared
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
@@ -27,7 +28,7 @@ from protocol.wire.codec import digest_of
 from protocol.wire.messages import BlobRef, TaskManifest
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition, share_out
-from research.defaults.block_size import BACKBONE, DEVICES, IMAGE_SIZE, Upload, accuracy
+from research.defaults.block_size import BACKBONE, DEVICES, IMAGE_SIZE, accuracy
 
 COLUMNS = {
     "data": "<14", "images": ">7", "what happens": "<16", "blocks": ">7.1%", "MB": ">6.2f", "batches": ">8.1%",
@@ -65,7 +66,7 @@ class _Device:
         workspace.store.clock = self._clock = _Clock()
         self.uploaded_bytes = 0
 
-    def upload(self, there: NDArray[np.intp], labels: NDArray[np.int64]) -> Upload | None:
+    def upload(self, there: NDArray[np.intp], labels: NDArray[np.int64]) -> Prototypes | None:
         """Return what is uploaded of the images that are there, by the classes in which they lie."""
         self._clock.elapsed_s += DAYS_S
         images = tuple(
@@ -82,11 +83,11 @@ class _Device:
         except NoPrototype:
             return None
         self.uploaded_bytes += len(encode_submission(found, task=bytes(32), manifest=self._task, sequence=1))
-        return Upload(
-            [found.block] if found.block else [],
+        return Prototypes(
             found.prototypes.astype(np.float32),
             found.labels.astype(np.int64),
             found.counts.astype(np.int64),
+            block=found.block,
         )
 
 
@@ -143,7 +144,7 @@ def _run(features: Features, images: int, name: str, seed: int) -> list[float]:
 
 def _edited(
     device: _Device, labels: NDArray[np.int64], name: str, rng: np.random.Generator, classes: int
-) -> Upload | None:
+) -> Prototypes | None:
     """Return a device's last upload."""
     portions, deleted, moved = EVENTS[name]
     order, last = rng.permutation(len(labels)), None

@@ -4,18 +4,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import click
 import numpy as np
 from numpy.typing import NDArray
 
+from aggregator.algorithms.fedtc.head import logits_of
+from aggregator.algorithms.fedtc.recipe import RECIPES
+from aggregator.algorithms.fedtc.train_head import train_head
+from aggregator.algorithms.fedtc.training_set import Arrays
+from aggregator.intake.validation import Prototypes
+from aggregator.training.robust.scatter import scatter_set
 from benchmarks.data.features import load_features, prepared
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from edge_client.data.outlier_filter import closest_features
 from edge_client.data.principal_prototypes import coefficients, most_rows, principal_prototypes
-from protocol.wire.principal_prototypes import MIN_GROUP_IMAGES, PrincipalPrototypes
+from protocol.wire.principal_prototypes import MIN_GROUP_IMAGES, PrincipalPrototypes, joined
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition, share_out
 
@@ -27,15 +32,6 @@ COLUMNS = {
 }  # fmt: skip
 
 NO_LIMIT = 10**9
-
-
-class Upload(NamedTuple):
-    """A device's upload: blocks, and means of batches with their classes and counts."""
-
-    blocks: list[PrincipalPrototypes]
-    means: NDArray[np.float32]
-    labels: NDArray[np.int64]
-    counts: NDArray[np.int64]
 
 
 @click.command("block-size")
@@ -108,7 +104,7 @@ def uploads(
     most: int,
     least: int,
     rng: np.random.Generator,
-) -> tuple[Upload, Upload]:
+) -> tuple[Prototypes, Prototypes]:
     """Return what a device uploads, and what after 1 % of its images were deleted."""
     members, groups = _dealt(features, labels, rng)
     deleted = rng.random(len(labels)) < 0.01
@@ -135,9 +131,13 @@ def uploads(
             later.append(block)
     in_batches_later &= ~np.isin(groups, groups[deleted[members]])
     return (
-        Upload(sent, *_means(features, labels, members, groups, in_batches)),
-        Upload(later, *_means(features, labels, members, groups, in_batches_later)),
+        Prototypes(*_means(features, labels, members, groups, in_batches), block=_joined(sent)),
+        Prototypes(*_means(features, labels, members, groups, in_batches_later), block=_joined(later)),
     )
+
+
+def _joined(blocks: list[PrincipalPrototypes]) -> PrincipalPrototypes | None:
+    return joined(blocks) if blocks else None
 
 
 def _dealt(
@@ -179,17 +179,18 @@ def _means(
     return (sums / counts[:, None]).astype(np.float32), labels[members[chosen]][first], counts
 
 
-def values_of(upload: Upload) -> int:
+def values_of(upload: Prototypes) -> int:
     """Return the values of an upload, one for each step of rows and values' ranges."""
-    size = upload.means.shape[1]
-    rows = len(upload.means) + sum(len(each.means) + len(each.rows) for each in upload.blocks)
-    return int((rows + 4 + bool(upload.blocks)) * size)
+    block = upload.block
+    of_block = 0 if block is None else len(block.means) + len(block.rows) + 1
+    return int((len(upload.values) + of_block + 4) * upload.values.shape[1])
 
 
-def in_steps(upload: Upload, steps: int) -> Upload:
+def in_steps(upload: Prototypes, steps: int) -> Prototypes:
     """Return an upload with values in steps: means between the least and the greatest, rows by their greatest."""
-    rows = [upload.means, *(each.means for each in upload.blocks)]
-    low, high = np.concatenate(rows).min(axis=0), np.concatenate(rows).max(axis=0)
+    block = upload.block
+    every = upload.values if block is None else np.concatenate([upload.values, block.means])
+    low, high = every.min(axis=0), every.max(axis=0)
     step = np.where(high > low, (high - low) / steps, 1)
 
     def means(values: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -199,54 +200,18 @@ def in_steps(upload: Upload, steps: int) -> Upload:
         scale = np.abs(values).max(axis=1, keepdims=True, initial=1e-9) / most
         return np.asarray(np.rint(values / scale) * scale, np.float32)
 
-    blocks = [
-        replace(
-            each,
-            means=means(each.means),
-            rows=scaled(each.rows, steps // 2),
-            diagonal=scaled(np.sqrt(each.diagonal)[None], steps)[0] ** 2,
+    if block is not None:
+        diagonal = scaled(np.sqrt(block.diagonal)[None], steps)[0] ** 2
+        block = replace(
+            block, means=means(block.means), rows=scaled(block.rows, steps // 2), diagonal=diagonal
         )
-        for each in upload.blocks
-    ]
-    return upload._replace(means=means(upload.means), blocks=blocks)
+    return replace(upload, values=means(upload.values), block=block)
 
 
-def accuracy(features: Features, sent: Sequence[Upload]) -> float:
-    """Return the accuracy of the linear discriminant of all uploads, with a ridge of D / N of the scatter's trace."""
-    size = features.train.shape[1]
-    scatter, total = np.zeros((size, size)), 0
-    means, labels, counts = [], [], []
-    for upload in sent:
-        for block in upload.blocks:
-            scatter += block.rows.T.astype(float) @ block.rows
-            scatter[np.diag_indices(size)] += block.diagonal
-            total += block.images
-            means.append(block.means)
-            labels.append(block.labels)
-            counts.append(block.counts)
-        for label in np.unique(upload.labels):
-            mine = upload.labels == label
-            weights = upload.counts[mine].astype(float)
-            mean = weights @ upload.means[mine] / weights.sum()
-            if mine.sum() > 1:
-                deviations = (upload.means[mine] - mean) * np.sqrt(weights)[:, None]
-                scatter += deviations.T @ deviations * weights.sum() / (mine.sum() - 1)
-            total += int(weights.sum())
-            means.append(mean[None])
-            labels.append(np.array([label]))
-            counts.append(weights.sum(keepdims=True))
-    every, of, weight = np.concatenate(means), np.concatenate(labels), np.concatenate(counts)
-    images = np.bincount(of, weight, minlength=features.classes)
-    centers = np.zeros((features.classes, size))
-    np.add.at(centers, of, every * weight[:, None])
-    centers /= np.maximum(images, 1)[:, None]
-    deviations = (every - centers[of]) * np.sqrt(weight)[:, None]
-    scatter += deviations.T @ deviations
-    known = np.flatnonzero(images)
-    middle = centers[known].mean(axis=0)
-    directions = np.linalg.solve(
-        scatter + np.trace(scatter) / total * np.eye(size), (centers[known] - middle).T
+def accuracy(features: Features, sent: Sequence[Prototypes]) -> float:
+    """Return the accuracy of the head in closed form of all uploads, also of batches alone."""
+    data = scatter_set(
+        sent, num_classes=features.classes, factors=np.ones(len(sent)), max_multiple=0, arrays=Arrays()
     )
-    thresholds = 0.5 * ((centers[known] - middle) * directions.T).sum(axis=1)
-    predicted = known[((features.test - middle) @ directions - thresholds).argmax(axis=1)]
-    return float((predicted == features.test_labels).mean())
+    layers = train_head(data, RECIPES["default"], seed=0, device="cpu").layers
+    return float((logits_of(layers, features.test).argmax(axis=1) == features.test_labels).mean())

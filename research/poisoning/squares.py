@@ -114,13 +114,13 @@ def command(
                         quarantined=str(DEVICES - 1) in judgment.quarantined,
                     )
                 )
-    for partition, share, form in itertools.product(map(str, partitions), (0.0, *shares), forms):
-        runs = [one for one in results if (one.partition, one.share, one.form) == (partition, share, form)]
+    for name, share, form in itertools.product(map(str, partitions), (0.0, *shares), forms):
+        runs = [one for one in results if (one.partition, one.share, one.form) == (name, share, form)]
         success, accuracy = (
             float(np.mean([getattr(one, name) for one in runs])) for name in ("success", "accuracy")
         )
         found = f"{sum(one.quarantined for one in runs)}/{len(runs)}"
-        table.row(partition, share, form, success, accuracy, found)
+        table.row(name, share, form, success, accuracy, found)
     write_json(json_file, "squares", data=source.data, runs=list(map(dataclasses.asdict, results)))
 
 

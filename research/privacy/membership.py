@@ -40,7 +40,8 @@ def span_shares(vectors: NDArray[np.floating], deviations: NDArray[np.floating])
     _, lengths, axes = np.linalg.svd(np.asarray(vectors, np.float64), full_matrices=False)
     axes = axes[lengths > lengths.max(initial=0) * 1e-5]
     squares: Floats = np.square(deviations @ axes.T).sum(axis=1)
-    return squares / np.maximum(np.square(deviations).sum(axis=1), 1e-12)
+    shares: Floats = squares / np.maximum(np.square(deviations).sum(axis=1), 1e-12)
+    return shares
 
 
 def scores(made: Upload, form: str, label: int, features: NDArray[np.float32], known: Knowledge) -> Floats:
@@ -85,7 +86,7 @@ def scores(made: Upload, form: str, label: int, features: NDArray[np.float32], k
     found = [span_shares(rows, deviations), of_mean, of_diagonal, lengths, (weights**2).sum(axis=1)]
     found += [np.abs(weights).max(axis=1), (deviations**2) @ (1 / np.maximum(spread, spread.mean() / 100))]
     for strongest in STRONGEST:
-        end = images.shape[1] - strongest
+        end = max(1, images.shape[1] - strongest)
         image, behind = images[:, :end], rows_along[:, :end]
         products, own = image @ behind.T, (image**2).sum(axis=1)
         found.append((weights * products).sum(axis=1) - (weights**2).sum(axis=1) * own / 2)
@@ -125,18 +126,18 @@ def measure(
         inside: list[Floats] = []
         outside: list[Floats] = []
         for pool, made, others in cases["train"]:
-            for mine, strangers in scored(pool, made, others, form, learned, known):
-                inside.append(mine)
+            for within, strangers in scored(pool, made, others, form, learned, known):
+                inside.append(within)
                 outside.append(strangers)
         rows = np.concatenate([*inside, *outside])
         truth = np.arange(len(rows)) < sum(map(len, inside))
         attacker = LogisticRegression(max_iter=2000, class_weight="balanced").fit(_curved(rows), truth)
         first, naive = [], []
         for pool, made, others in cases["attack"]:
-            for mine, strangers in scored(pool, made, others, form, learned, known):
+            for within, strangers in scored(pool, made, others, form, learned, known):
                 rivals = strangers[: CANDIDATES - 1]
-                naive.append(mine[:, 0] > rivals[:, 0].max())
-                guessed = [attacker.decision_function(_curved(each)) for each in (mine, rivals)]
+                naive.append(within[:, 0] > rivals[:, 0].max())
+                guessed = [attacker.decision_function(_curved(each)) for each in (within, rivals)]
                 first.append(guessed[0] > guessed[1].max())
         yield Found(
             form=form,

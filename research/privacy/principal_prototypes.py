@@ -66,7 +66,7 @@ def command(
     """
     pool = load_pool(data, backbone=backbone, image_size=image_size, at_most=at_most)
     order = np.random.default_rng(seed).permutation(len(pool.labels))
-    report: dict[str, list[dict[str, Any]]] = {part: [] for part in parts}
+    report: dict[str, Any] = {part: [] for part in parts}
     if "membership" in parts:
         table = Table(MEMBERSHIP, title=f"{data}: the image is first of 100 of its class")
         public, private = pool.part(order[: at_most * 3 // 5]), pool.part(order[at_most * 3 // 5 :])
@@ -79,14 +79,16 @@ def command(
     if "sequences" in parts:
         table = Table(SEQUENCES, title=f"{data}: share of the image in the span of all that was released")
         for images in sizes:
-            for one in sequences.measure(pool, images=images, classes=classes, members=members, seed=seed):
-                report["sequences"].append(asdict(one))
-                table.row(one.images, one.released, one.first, one.leverage)
+            for exposed in sequences.measure(
+                pool, images=images, classes=classes, members=members, seed=seed
+            ):
+                report["sequences"].append(asdict(exposed))
+                table.row(exposed.images, exposed.released, exposed.first, exposed.leverage)
     if "decoder" in parts:
         table = Table(DECODER, title=f"{data}: reconstructions from one vector")
         public, private = pool.part(order[: at_most // 2]), pool.part(order[at_most // 2 :])
         for images in sizes:
-            for one in row_decoder.measure(
+            for shown in row_decoder.measure(
                 *(public, private),
                 images=images,
                 classes=classes,
@@ -94,6 +96,6 @@ def command(
                 seed=seed,
                 device=torch_device("auto"),
             ):
-                report["decoder"].append(asdict(one))
-                table.row(*asdict(one).values())
+                report["decoder"].append(asdict(shown))
+                table.row(*asdict(shown).values())
     write_json(json_file, "principal-prototypes", data=data, **report)

@@ -8,9 +8,8 @@ from numpy.typing import NDArray
 from benchmarks.data.features import load_features
 from benchmarks.data.images import load_data, sample
 from edge_client.data.principal_prototypes import coefficients, principal_prototypes
-from protocol.wire.codec import to_array
 from protocol.wire.principal_prototypes import MIN_GROUP_IMAGES, PrincipalPrototypes
-from protocol.wire.quantization import RANGE, dequantized_block, prototype_fields
+from protocol.wire.quantization import dequantized_block, principal_fields, range_of
 from research.privacy.leakage import Release
 
 BATCH = MIN_GROUP_IMAGES
@@ -88,6 +87,6 @@ def upload(pool: Pool, rows: NDArray[np.intp], *, rng: np.random.Generator) -> U
 
 def _received(block: PrincipalPrototypes) -> PrincipalPrototypes:
     """Return a block as the aggregator receives it."""
-    fields = prototype_fields(np.zeros((0, block.rows.shape[1]), np.float16), block)
-    limits = to_array(fields["tensors"][RANGE])
-    return dequantized_block(fields["block"], limits, classes=int(block.labels.max()) + 1, least=1)
+    fields = principal_fields(np.zeros((0, block.rows.shape[1]), np.float16), block)
+    classes = int(block.labels.max()) + 1
+    return dequantized_block(fields["block"], range_of(fields["tensors"]), classes=classes, least=1)

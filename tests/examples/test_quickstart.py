@@ -401,6 +401,10 @@ ROW = {"device": "device-01", "state": "online", "prototypes": 23, "bytes": 1196
             ["epoch 7 of 300", "uploaded 23 prototypes, 12.0 kB"],
         ),
         (
+            {"devices": [ROW], "heads": [], "counted": "images"},
+            ["uploaded prototypes of 23 images, 12.0 kB"],
+        ),
+        (
             {
                 "devices": [ROW | {"state": "stopped", "accuracy": 1.0, "correct": 29, "incorrect": 0}],
                 "heads": [{"version": 1}],
@@ -408,7 +412,7 @@ ROW = {"device": "device-01", "state": "online", "prototypes": 23, "bytes": 1196
             ["1 of 2 devices have evaluated the head", "(29/29)"],
         ),
     ],
-    ids=["nothing", "connected", "round", "training", "evaluated"],
+    ids=["nothing", "connected", "round", "training", "blocks", "evaluated"],
 )
 def test_progress_of_each_step(summary: dict[str, Any], expected: list[str]) -> None:
     console = Console(width=80, record=True)

@@ -36,7 +36,7 @@ def test_both_forms_are_of_the_same_images(pool: Pool) -> None:
     features, labels = pool.features[made.rows], pool.labels[made.rows]
     deviations = features - np.stack([features[labels == label].mean(axis=0) for label in (0, 1)])[labels]
     assert made.block.rows == pytest.approx(
-        made.coefficients @ deviations, abs=np.abs(made.block.rows).max() / 100
+        made.coefficients @ deviations, abs=float(np.abs(made.block.rows).max()) / 100
     )
     assert np.intersect1d(made.rows, others).size == 0
     assert sorted(np.concatenate(made.batches.members).tolist()) == list(range(60))
@@ -47,8 +47,8 @@ def test_both_forms_are_of_the_same_images(pool: Pool) -> None:
 def test_attackers_find_members_and_nobody_else(pool: Pool) -> None:
     """The trained attacker finds most members of blocks and batches, and more than from class means alone."""
     public, private = pool.part(np.arange(800)), pool.part(np.arange(800, 1200))
-    options = {"images": 60, "classes": 2, "members": 120, "seed": 0}
-    found = {one.form: one for one in membership.measure(public, private, **options)}
+    measured = membership.measure(public, private, images=60, classes=2, members=120, seed=0)
+    found = {one.form: one for one in measured}
     assert found["batches"].trained > found["means"].trained
     assert found["blocks"].trained > found["means"].trained
     made, others = _upload(private, images=60)
@@ -74,8 +74,8 @@ def test_decoders(monkeypatch: pytest.MonkeyPatch) -> None:
     turned = np.linalg.qr(np.random.default_rng(1).normal(size=(64, 64)))[0]
     pool = Pool((images.reshape(-1, 64) / 255 @ turned).astype(np.float32), labels, images, (64,))
     public, private = pool.part(np.arange(1000)), pool.part(np.arange(1000, len(labels)))
-    options = {"images": 60, "classes": 2, "epochs": 1, "seed": 0, "device": "cpu"}
-    shown = {one.form: one for one in row_decoder.measure(public, private, **options)}
+    measured = row_decoder.measure(public, private, images=60, classes=2, epochs=1, seed=0, device="cpu")
+    shown = {one.form: one for one in measured}
     assert tuple(shown) == row_decoder.FORMS
     assert shown["image"].linear_r2 > 0.9
     assert max(shown[form].linear_r2 for form in row_decoder.FORMS[1:]) < 0.6

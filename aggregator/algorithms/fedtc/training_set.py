@@ -134,6 +134,14 @@ class Scatter:
             np.add.at(squares, self.devices[block], self.rows[block].astype(np.float64) ** 2)
         return squares
 
+    def traces(self) -> NDArray[np.float64]:
+        """Return the trace of each device's scatter, (K,)."""
+        traces = self.diagonals.sum(axis=1, dtype=np.float64)
+        for block in blocks(len(self.rows)):
+            of_rows = (self.rows[block].astype(np.float64) ** 2).sum(axis=1)
+            traces += np.bincount(self.devices[block], of_rows, minlength=len(traces))
+        return traces
+
 
 @dataclass(frozen=True)
 class TrainingSet:

@@ -91,7 +91,7 @@ def scatter_set(
 
 def _shorten(scatter: Scatter, images: NDArray[np.integer], max_multiple: float) -> None:
     """Bring the scatter of each device (K,) to at most a multiple of the median device's for as many images."""
-    squares = scatter.squares().sum(axis=1) / images
+    squares = scatter.traces() / images
     factors = np.minimum(1, median_limit(squares, max_multiple) / np.where(squares > 0, squares, 1))
     for number in np.flatnonzero(factors < 1).tolist():
         mine, _ = scatter.of(number)

@@ -155,10 +155,20 @@ def test_a_repeatable_option_takes_a_value_or_a_list_from_a_file(tmp_path: Path,
     [
         ({}, "version 3"),
         ({"correct": 26, "total": 27}, "version 3, accuracy 96.3% (26/27)"),
+        (
+            {"correct": 16, "total": 20, "correct_with_prior": 18},
+            "version 3, accuracy 80.0% (16/20), 90.0% with the place's prior",
+        ),
         ({"task": b"a" * 32}, "version 3"),
         ({"task": b"b" * 32}, "version 3 of the earlier task 626262626262"),
     ],
-    ids=["not evaluated, as under differential privacy", "evaluated", "of the task", "of an earlier task"],
+    ids=[
+        "not evaluated, as under differential privacy",
+        "evaluated",
+        "with its prior",
+        "of the task",
+        "of an earlier task",
+    ],
 )
 def test_status_shows_the_head(here: Path, values: dict[str, Any], shown: str) -> None:
     installed = InstalledHead(head=b"", version=3, backbones=(), classes=(), **values)
@@ -178,11 +188,11 @@ def test_status_shows_blocks(here: Path) -> None:
     assert [
         line for line in _status().splitlines() if line.startswith(("class", "block", "moved", "dissol"))
     ] == [
-        "class      cat: 100 images, 20 held out, 80 in a block, 0 prototypes",
+        "class      cat: 100 images, 20 held out, 80 in a block",
         "class      dog: 12 images, 0 held out, 2 prototypes; 4 waiting for 1 missing; 7 left out with their block",
         "class      fox: 19 images, 0 held out, 0 prototypes; 19 left out with their block, 1 missing",
         "block      80 images: 1 class mean and 8 directions",
-        "moved      3 images of the block, counted in the class that they were uploaded in",
+        "moved      3 images of the block, counted in the class of an earlier upload",
         "dissolved  blocks of 12 images: the groups that are whole are prototypes",
     ]
 
@@ -243,6 +253,8 @@ def test_a_dry_run_shows_blocks(capsys: pytest.CaptureFixture[str]) -> None:
         "dissolved blocks of 60 images: the groups that are whole are prototypes",
         "1 prototype of 16 values each: 99 bytes would be uploaded; nothing was uploaded",
     ]
+    _show_dry_run(PreparedSubmission(prototypes[:0], numbers[:0], numbers[:0], classes, (), block=block), 88)
+    assert capsys.readouterr().out.splitlines()[-1] == "88 bytes would be uploaded; nothing was uploaded"
 
 
 @pytest.fixture

@@ -153,6 +153,33 @@ def test_labels_that_do_not_fit_are_refused() -> None:
         protofleet.train_head([], classes=2)
 
 
+def test_blocks_that_do_not_fit_are_refused() -> None:
+    """Images and settings, and what a head is trained on; no image makes no prototype."""
+    rows, labels = np.random.default_rng(0).normal(size=(60, 12)).astype(np.float32), np.arange(60) % 2
+    with pytest.raises(ConfigError, match="alpha above 0 and up to 1, got 2"):
+        protofleet.device_prototypes(rows, labels, alpha=2.0)
+    with pytest.raises(ConfigError, match="widths that add up to 12, got 7"):
+        protofleet.device_prototypes(rows, labels, widths=(3, 4))
+    assert not len(protofleet.device_prototypes(rows[:0], labels[:0]).labels)
+    assert protofleet.device_prototypes((9 * rows).astype(np.int64), labels).block is not None
+    part = protofleet.device_prototypes(rows, labels)
+    assert part.block is not None
+    assert part.block.images == 60
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"rows": part.block.rows[:, 1:]}, r"block of 12 values, got means \(2, 12\), rows \(\d+, 11\)"),
+        ({"means": part.block.means[:, 1:]}, r"block of 12 values, got means \(2, 11\)"),
+        ({"rows": part.block.rows * np.float32(np.nan)}, "finite rows"),
+        ({"diagonal": -part.block.diagonal}, "diagonal that is not negative"),
+    ]
+    for change, expected in changes:
+        changed = dataclasses.replace(part, block=dataclasses.replace(part.block, **change))
+        with pytest.raises(ConfigError, match=expected):
+            protofleet.train_head([part, changed], classes=2)
+    seen: list[dict[str, Any]] = []
+    protofleet.train_head([part, part], classes=2, on_progress=seen.append)
+    assert seen == [{"prototypes": 120}]
+
+
 def test_head_recognizes_images_that_no_device_has(
     head: protofleet.Head, paths: list[Path], labels: Labels, backbone: Path
 ) -> None:

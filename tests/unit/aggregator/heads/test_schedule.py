@@ -106,6 +106,23 @@ def test_submission_is_logged_as_accepted_once_it_is_durable(
     assert store.blobs.read(digest_of(b"payload")) == b"payload"
 
 
+def test_images_in_blocks_are_not_logged_as_prototypes(
+    store: Store, task: Task, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where devices may upload blocks, the number of a submission is that of images."""
+    accepted = AcceptedSubmissions(task.digest, task.file.settings, store, counts_images=True)
+    record = SubmissionRecord(
+        "a", round_state.Entry(1, digest_of(b"payload"), 0.0), 31096, 130, 104, {0: 104}
+    )
+    caplog.set_level(logging.INFO)
+    with store.transaction():
+        accepted.add(record, b"payload")
+        accepted.flush()
+    accepted.log()
+    assert " images_in_prototypes=104 images=130 " in caplog.text
+    assert " prototypes=" not in caplog.text
+
+
 def test_stored_submissions_close_a_round(
     training: Schedule, events: Events, task: Task, store: Store
 ) -> None:

@@ -89,10 +89,14 @@ def _integers(*values: int) -> Tensor:
 
 
 def _refused(spoilt: Submission, expectation: Expectation = EXPECTATION) -> Refused:
+    """Return why a submission is refused, by its intake as in a training."""
     message = read_message(encode(spoilt))
     assert isinstance(message, Submission)
     with pytest.raises(Refused) as caught:
         check_submission(message, expectation)
+    with pytest.raises(Refused) as at_intake:
+        count_rows(message, expectation)
+    assert (at_intake.value.reason, at_intake.value.detail) == (caught.value.reason, caught.value.detail)
     return caught.value
 
 
@@ -176,6 +180,11 @@ REFUSED_IN_ROUNDS: dict[str, tuple[Submission, str, str]] = {
         "one prototype of each class at most",
     ),
     "NaN": (_in_rounds(prototypes=_full(NAN, 2, 4)), "not_finite", "a prototype holds NaN"),
+    "block": (
+        _in_rounds(block=block_submission().block),
+        "malformed",
+        "takes no principal prototypes",
+    ),
     "no tensors": (_in_rounds(tensors={}), "malformed", "tensors bias, weight, got none"),
     "missing tensor": (_in_rounds(tensors={"bias": _full(0, 4)}), "malformed", "got bias"),
     "extra tensor": (_tensors(momentum=_full(0, 4)), "malformed", "got bias, momentum, weight"),
@@ -216,9 +225,9 @@ REFUSED_BLOCKS = {
         "tensors range, got limits, range",
     ),
     "block for batches": (
-        msgspec.structs.replace(_block(), task=EXPECTATION.task),
-        "shape",
-        "with m labels",
+        _changed(block=block_submission().block),
+        "malformed",
+        "takes no principal prototypes",
     ),
     "unknown class in a block": (_block(labels=_integers(0, 3)), "malformed", "labels below 3"),
     "group in a block": (_block(counts=_integers(4, 56)), "malformed", "counts of at least 5"),

@@ -1,5 +1,6 @@
 """From submissions to a head, over restarts, failures, and a full disk."""
 
+import dataclasses
 import queue
 import shutil
 import time
@@ -18,6 +19,7 @@ from aggregator.intake import intake_status
 from aggregator.server.aggregator import Aggregator
 from aggregator.server.device_messages import DeviceMessages
 from aggregator.server.events import Event
+from aggregator.status.collect import collect_status
 from aggregator.storage.background import WriteBatch
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
@@ -147,6 +149,23 @@ def test_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> None
     failed = training.state
     assert (failed.submissions, failed.failed, failed.failures) == (entries, entries, 1)
     assert bench.store.heads.all(bench.task.digest) == []
+
+
+def test_submissions_to_batches_count_their_images_in_a_task_of_blocks(tmp_path: Path) -> None:
+    """As those of devices that submit to the later task; one whose bytes are lost is requested again."""
+    first = Bench(tmp_path, PATIENT + '\n[client]\nprototypes = "batches"')
+    batches = submission(task=first.task.digest)
+    first.handle(batches)
+    store, earlier = first.store, first.task.digest
+    assert store.submissions.all(earlier)["dev"].per_class == {0: 2, 1: 1, 2: 1}
+    record = store.submissions.all(earlier)["dev"]
+    lost = dataclasses.replace(record.entry, digest=bytes(32))
+    store.submissions.put(earlier, dataclasses.replace(record, device="lost", entry=lost))
+    store.close()
+    later = Bench(tmp_path, f'{PATIENT}\ncontinues = "{earlier.hex()}"')
+    status = collect_status(later.store)
+    assert status.counted == "images"
+    assert {device.device: device.prototypes for device in status.devices} == {"dev": 20}
 
 
 def test_deadline_is_of_elapsed_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,12 +238,13 @@ def test_continued_task_names_all_earlier_ones(store: Store, caplog: pytest.LogC
         ({"algorithm": "fedtc"}, {"algorithm": "fedncm"}),
         ({"algorithm": "fedncm"}, {"algorithm": "fedtc"}),
         ({"client": Client(prototypes="batches")}, {"algorithm": "fedncm"}),
+        ({"client": Client(prototypes="batches")}, {}),
     ],
 )
-def test_continued_task_has_another_algorithm(
+def test_continued_task_uses_the_same_submissions(
     store: Store, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
-    """One that uses the same submissions, also those that are means of batches alone; no class is added."""
+    """By another algorithm, or beside blocks, which the earlier task did not take; no class is added."""
     earlier = store.blobs.put(encode(_manifest(("ant", "bee"), **before)))
     assert continued(_manifest(("ant", "bee"), **after), earlier, store).continues == (earlier,)
 

@@ -312,22 +312,37 @@ def test_a_task_without_its_class_does_not_begin_an_images_day_anew(device: Bloc
     assert _counts(device.upload(classes=CLASSES)) == ([], [5] * 11)
 
 
-def test_what_is_left_of_many_broken_groups_is_used_once(device: BlockDevice) -> None:
-    """If it is enough, one group of each class, so that no image has more than two fifths with it; then no more."""
+@pytest.mark.parametrize(
+    ("deleted", "used"),
+    [(slice(0, 5), 0), (slice(-8, None), 1), (slice(0, None, 4), 1)],
+    ids=["few", "typical", "many"],
+)
+def test_what_is_left_of_broken_groups_is_used_once(device: BlockDevice, deleted: slice, used: int) -> None:
+    """In one group of each class, if no image has more than two fifths with it, nor if it returns; then no more."""
     _uploaded(device, range(240))
-    for deleted in (range(0, 240, 15), range(5, 240, 15)):
-        device.put(deleted)
+    shares = device.shares()
+    cats = sorted(range(0, 240, 3), key=lambda number: -shares[number])
+
+    def delete(numbers: Sequence[int]) -> list[int]:
+        device.put(numbers)
         device.upload(classes=CLASSES)
         device.wait()
-        later = device.upload(classes=CLASSES)
-        assert device.shares().max() <= 2 / 5
-    assert later is not None
-    assert _counts(later)[1][-1] >= 20
-    assert later.classes[2].waiting > 0
-    device.put(range(0, 240, 15), "cat")
-    device.put(range(5, 240, 15), "fox")
-    _uploaded(device, range(240, 270), batch_size=6, min_images=6)
+        counts = _counts(device.upload(classes=CLASSES))[1]
+        return [count for count in counts if count > 5]
+
+    assert len(delete(cats[deleted])) == used
     assert device.shares().max() <= 2 / 5
+    assert len(delete(range(5, 240, 15))) == used  # it is too late for those of another class
+    lost = [device.images_of(each.images) for each in device.partition.groups.values() if each.is_apart]
+    assert bool(lost) == bool(used)
+    if used:
+        shares = device.shares()
+        returned = max(set().union(*lost), key=lambda number: shares[number])
+        apart = device.partition.groups
+        device.put([returned, *range(240, 245)], "cat")
+        device.upload(classes=CLASSES)
+        assert apart.items() <= device.partition.groups.items()
+        assert device.shares().max() <= 2 / 5
 
 
 def test_a_vector_that_others_give_hides_no_share() -> None:
@@ -422,7 +437,9 @@ def test_a_state_of_the_version_before_has_no_block(tmp_path: Path) -> None:
     assert _counts(_uploaded(device, range(90))) == ([20, 20, 20], [5] * 6)
 
 
-def test_the_last_submission_counts_while_a_block_awaits_an_image(tmp_path: Path) -> None:
+def test_the_last_submission_counts_while_a_block_awaits_an_image(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Log, status and info say so; a day later the block is dissolved."""
     bench = PrivateBench(tmp_path, differential_privacy=None, prototypes="auto", batch_size=5)
     bench.store.set(DeviceName("shed"))
@@ -440,6 +457,7 @@ def test_the_last_submission_counts_while_a_block_awaits_an_image(tmp_path: Path
     (bench.data / path).unlink()
     assert bench.build().item == first
     assert bench.info().warning == AWAITS_BLOCK
+    assert "left out" not in caplog.text
     (bench.data / path).write_bytes(data)
     assert bench.build().item == first
     assert bench.info().warning == ""
