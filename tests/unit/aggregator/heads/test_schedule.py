@@ -111,7 +111,9 @@ def test_images_in_blocks_are_not_logged_as_prototypes(
 ) -> None:
     """Where devices may upload blocks, the number of a submission is that of images."""
     accepted = AcceptedSubmissions(task.digest, task.file.settings, store, counts_images=True)
-    record = SubmissionRecord("a", round_state.Entry(1, digest_of(b"payload"), 0.0), 31096, 130, 104, {0: 104})
+    record = SubmissionRecord(
+        "a", round_state.Entry(1, digest_of(b"payload"), 0.0), 31096, 130, 104, {0: 104}
+    )
     caplog.set_level(logging.INFO)
     with store.transaction():
         accepted.add(record, b"payload")
