@@ -43,6 +43,8 @@ class Trained:
 
     logits: Logits
     """Of each client's test images, (K) times (m, C)."""
+    is_shared: bool = False
+    """True if all clients have one head, whose predictions a device adjusts to its classes."""
     uploads: int = 0
     up_bytes: float = 0.0
     """Bytes of all of a device's uploads, mean over the devices."""
@@ -101,6 +103,7 @@ def train_prototypes(
     require_layers(head, features=data.values.shape[1], classes=data.num_classes)
     return Trained(
         logits=[logits_of(head, features.test)] * len(clients),
+        is_shared=True,
         uploads=1,
         up_bytes=sum(map(len, payloads.values())) / len(clients),
         down_bytes=_head_bytes(head, features),
@@ -138,6 +141,7 @@ def train_statistics(
     made = statistics.run_fleet(data, owners, batch_size=batch_size, seed=SEED, robust=robust, engine=engine)
     return Trained(
         logits=[made.logits] * len(clients),
+        is_shared=True,
         uploads=1,
         up_bytes=made.bytes_up / len(clients),
         down_bytes=made.bytes_down,
@@ -175,7 +179,7 @@ def train_in_one_place(clients: Sequence[Client]) -> Trained:
     features, _ = pooled(clients)
     started_s = time.process_time()
     logits = _logits_of_features(features, features.classes, adapter=True)
-    return Trained(logits=[logits] * len(clients), seconds=time.process_time() - started_s)
+    return Trained(logits=[logits] * len(clients), is_shared=True, seconds=time.process_time() - started_s)
 
 
 def train_alone(clients: Sequence[Client], *, classes: int, engine: Engine = LOCAL) -> Trained:

@@ -7,16 +7,18 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import softmax
 
 from aggregator.algorithms.algorithm import Algorithm, OneShot
 from aggregator.algorithms.registry import ALGORITHMS as REGISTERED
 from aggregator.algorithms.registry import find_algorithm
 from aggregator.config.schema import Robust
 from aggregator.training.robust.weights import Counting
+from edge_client.data.class_prior import smoothed
 from protocol.errors import ConfigError
 from protofleet.packages import needed_packages
 from protofleet.simulation import algorithms as methods
-from protofleet.simulation.algorithms import Trained
+from protofleet.simulation.algorithms import TINY, Trained
 from protofleet.simulation.dataset import Dataset
 from protofleet.simulation.engine import Engine, EngineName, running
 from protofleet.simulation.fleet import Client
@@ -45,7 +47,8 @@ class AlgorithmResult:
         algorithm: its name.
         accuracy: share of all held-out images that are classified correctly, mean over the devices' heads.
         device_accuracies: likewise of each device's own head on held-out images of its domain, in the mixture of
-            classes that the device has; NaN for a device of whose classes no image is held out.
+            classes that the device has, of a head of the fleet with the labels' prior where `--prior auto` uses it;
+            NaN for a device of whose classes no image is held out.
         uploads: submissions of a device.
         up_bytes: bytes of all uploads of a device, mean over the devices.
         down_bytes: bytes of all downloads of a device, without the backbone.
@@ -324,13 +327,28 @@ def _train(
             yield methods.train(each, members, classes=classes, robust=robust, engine=engine), each.name
 
 
+def _own_accuracy(client: Client, logits: NDArray[np.float32], *, has_prior: bool) -> float:
+    """Return the accuracy on the client's domain and mixture of classes; NaN if no such image is held out.
+
+    With a prior, predictions are adjusted as by `edge-client predict` for many of these images.
+    """
+    if not client.weights.any():
+        return math.nan
+    if has_prior:
+        counts = np.bincount(client.train_labels, minlength=logits.shape[1])
+        shares, rows = smoothed(counts.astype(np.float64)), softmax(logits.astype(np.float64), axis=1)
+        gain = client.weights @ np.log(np.maximum(rows @ shares * len(shares), TINY))
+        logits = logits + np.log(shares) if gain > 0 else logits
+    return client.accuracy(logits.argmax(axis=1))
+
+
 def _result(name: str, trained: Trained, clients: Sequence[Client]) -> AlgorithmResult:
     numbers = [number for number, client in enumerate(clients) if len(client.train_labels)]
     everywhere, own = [], [math.nan] * len(clients)
     for number, logits in zip(numbers, trained.logits, strict=True):
         client, predicted = clients[number], logits.argmax(axis=1)
         everywhere.append(float((predicted == client.test_labels).mean()))
-        own[number] = client.accuracy(predicted) if client.weights.any() else math.nan
+        own[number] = _own_accuracy(client, logits, has_prior=trained.is_shared)
     counting = trained.counting and replace(
         trained.counting,
         limited=tuple(
