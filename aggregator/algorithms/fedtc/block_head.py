@@ -9,8 +9,12 @@ from aggregator.algorithms.fedtc.discriminant import TINY, head_of_present
 from aggregator.algorithms.fedtc.head import TEMPERATURES, Dense
 from aggregator.algorithms.fedtc.training_set import Scatter, TrainingSet, blocks
 
-STRENGTH = 1.0
-"""The ridge, relative to the mean squared distance of an image from the mean of its class."""
+STRENGTHS = 1.0, 3.0
+"""Least and greatest ridge, relative to the mean squared distance of an image from the mean of its class."""
+
+CLEAR_DISTANCE = 40.0
+"""Over the mean squared distance of a class mean from their middle, in deviations of an image, it is the strength: the
+nearer the classes, the less is a direction trusted in which images hardly differ."""
 
 TEMPERATURE = 0.6
 """Temperature over the root of the mean log-odds of class means, by images that no device had."""
@@ -35,7 +39,7 @@ def sums_of(data: TrainingSet, scatter: Scatter) -> Sums:
     """Return the sums of all devices: their scatters, and those of their means about the mean of each class."""
     images, size = data.counted_images, data.values.shape[1]
     of_class = np.bincount(data.labels, images, minlength=data.num_classes).astype(np.float64)
-    means, products = data.means(images).astype(np.float64), np.zeros((size, size))
+    means, products = data.means(scatter.in_means).astype(np.float64), np.zeros((size, size))
     for block in blocks(len(images)):
         away = data.values[block] - means[data.labels[block]]
         products += (away * images[block, None]).T @ away
@@ -52,12 +56,29 @@ def block_head(sums: Sums, common: NDArray[np.bool_]) -> tuple[Dense, float]:
     """Return the linear discriminant of classes that are equally likely, and the temperature of its logits.
 
     With the scatter S within classes, A = S + lambda I and the class means M about their middle, the directions are N
-    A^-1 M', with lambda = STRENGTH tr(S) / N. As in `discriminants`, the mean of few images is corrected by tr(A^-1 S)
+    A^-1 M', with lambda = strength tr(S) / N. As in `discriminants`, the mean of few images is corrected by tr(A^-1 S)
     / images, and that of a class that is not `common` (C,) is drawn to the middle of the common ones.
 
-    Leaving devices out chooses neither threshold nor temperature well where classes are uneven: the device that is left
-    out has most images of some class.
+    The distance of the classes with the least of STRENGTHS chooses the strength. Leaving devices out chooses neither
+    threshold nor temperature well where classes are uneven: the device that is left out has most images of some class.
     """
+    found = _discriminant(sums, common, STRENGTHS[0])
+    strength = float(np.clip(CLEAR_DISTANCE / max(found.distance, TINY), *STRENGTHS))
+    if strength > STRENGTHS[0]:
+        found = _discriminant(sums, common, strength)
+    return found.layer, found.temperature
+
+
+@dataclass(frozen=True)
+class _Discriminant:
+    layer: Dense
+    temperature: float
+    distance: float
+    """Mean squared distance of a common class mean from their middle, without what few images add to it."""
+
+
+def _discriminant(sums: Sums, common: NDArray[np.bool_], strength: float) -> _Discriminant:
+    """Return the discriminant of `block_head` with a given strength."""
     from scipy.linalg import cho_factor, cho_solve
     from scipy.linalg.lapack import dtrtri
 
@@ -67,7 +88,7 @@ def block_head(sums: Sums, common: NDArray[np.bool_]) -> tuple[Dense, float]:
     means, size = sums.means[present] - middle, len(middle)
     # Without any scatter, one as large as that between the means.
     squares = float(np.trace(sums.scatter)) or float((means**2).sum()) or 1.0
-    ridge = STRENGTH * squares / number
+    ridge = strength * squares / number
     factor, _ = cho_factor(
         sums.scatter + ridge * np.eye(size), lower=True, overwrite_a=True, check_finite=False
     )
@@ -78,8 +99,11 @@ def block_head(sums: Sums, common: NDArray[np.bool_]) -> tuple[Dense, float]:
     shrinkage = np.where(is_common, 1.0, true_lengths / np.maximum(lengths, TINY))
     directions *= shrinkage[:, None]
     constants = -shrinkage * true_lengths / 2
-    temperature = temperature_of(means @ directions.T + constants)
-    return head_of_present(directions, constants, middle, present), temperature
+    return _Discriminant(
+        head_of_present(directions, constants, middle, present),
+        temperature_of(means @ directions.T + constants),
+        float(true_lengths[is_common].mean()),
+    )
 
 
 def temperature_of(logits: NDArray[np.float64]) -> float:

@@ -112,11 +112,13 @@ class Scatter:
         rows: float32 (k, L), of all devices.
         devices: (k,), the device of each row, ascending.
         diagonals: float32 (K, L).
+        in_means: (m,), how many images of each prototype count in the mean of its class.
     """
 
     rows: NDArray[np.float32]
     devices: NDArray[np.intp]
     diagonals: NDArray[np.float32]
+    in_means: NDArray[np.float64]
 
     @property
     def size(self) -> int:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.training_set import Arrays, Scatter, TrainingSet
 from aggregator.intake.validation import Prototypes
-from aggregator.training.robust.weights import median_limit
+from aggregator.training.robust.weights import SHARED_BY, median_limit
 from protocol.wire.principal_prototypes import PrincipalPrototypes, joined
 
 
@@ -61,7 +61,8 @@ def scatter_set(
         num_classes: C.
         factors: how much each image of each device counts, (K,).
         max_multiple: a device's sum of squares counts for at most so many times that of the median device, for as many
-            images; 0: no limit.
+            images, and in the mean of a class on SHARED_BY devices so many times as many images as those of the median
+            device with the class; 0: no limit.
         arrays: makes the arrays of all rows.
     """
     size = parts[0].values.shape[1]
@@ -76,17 +77,30 @@ def scatter_set(
         rows[its_rows], values[its_means], diagonals[number] = made.rows, made.means, made.diagonal
         labels[its_means], counts[its_means] = made.labels, made.counts
     of_rows, devices = (np.repeat(np.arange(len(parts)), each) for each in sizes.T)
-    scatter = Scatter(rows, of_rows, diagonals)
-    if max_multiple:
-        _shorten(scatter, np.bincount(devices, counts, minlength=len(parts)), max_multiple)
     weights = factors[devices]
+    weights *= counts.sum() / (counts @ weights)
+    scatter = Scatter(rows, of_rows, diagonals, counts * weights)
+    if max_multiple:
+        _limit_in_means(scatter.in_means, labels, max_multiple)
+        _shorten(scatter, np.bincount(devices, counts, minlength=len(parts)), max_multiple)
     return TrainingSet(
         *(values, labels, counts, num_classes),
-        weights=weights * (counts.sum() / (counts @ weights)),
+        weights=weights,
         devices=devices,
         scatter=scatter,
         arrays=arrays,
     )
+
+
+def _limit_in_means(images: NDArray[np.float64], labels: NDArray[np.int64], max_multiple: float) -> None:
+    """Bring the images (m,) of a device in the mean of a class to at most a multiple of the median device's.
+
+    One device would else decide where a class is of which it has most images, in directions in which images hardly
+    differ.
+    """
+    for label in np.flatnonzero(np.bincount(labels) >= SHARED_BY):
+        mine = labels == label
+        images[mine] = np.minimum(images[mine], median_limit(images[mine], max_multiple))
 
 
 def _shorten(scatter: Scatter, images: NDArray[np.integer], max_multiple: float) -> None:
