@@ -131,7 +131,8 @@ def test_device_with_most_images_of_a_class_does_not_decide_its_mean(
     devices: int, max_multiple: float, counted: int
 ) -> None:
     """It has the effect of three times the median device's images, where five devices have the class."""
-    features, labels = (np.concatenate(pair) for pair in zip(_images(0), _images(50, each=160), strict=True))
+    (some, of_some), (more, of_more) = _images(0), _images(50, each=160)
+    features, labels = np.concatenate([some, more]), np.concatenate([of_some, of_more])
     mine = np.arange(len(labels)) < CLASSES * 40 + 160
     first = _exact(features[mine], labels[mine])
     parts = [first, *(_exact(*_images(seed)) for seed in range(1, devices))]
