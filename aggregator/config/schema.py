@@ -40,7 +40,7 @@ class Client(msgspec.Struct, frozen=True, kw_only=True):
     min_images: Annotated[int, Meta(ge=1, le=65535)] = 2
     """A class with fewer images is not uploaded. With 1, the feature of a single image may leave the device."""
     prototypes: Literal["auto", "batches"] = "auto"
-    """"batches" uploads nothing but means of `batch_size` images, as FedTC does.
+    """`batches` uploads nothing but means of `batch_size` images, as FedTC does.
 
     By default, a device with 50 new images or more uploads principal prototypes of them: the mean of each class, and
     the strongest directions of the scatter within classes. They are more accurate for fewer bytes, and no image has

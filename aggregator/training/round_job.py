@@ -17,7 +17,7 @@ from aggregator.config.schema import Robust
 from aggregator.graphs.program_export import bind, untrained
 from aggregator.intake.validation import Expectation, Prototypes, check_submission
 from aggregator.training.jobs import TENSORS_FILE, Result, RoundJob, Workspace, checked_parts, write_head
-from aggregator.training.robust.rounds import robust_contributions
+from aggregator.training.robust.rounds import contribution_of, robust_contributions
 from aggregator.training.robust.weights import counted_images, counting, limited, stated_images
 from protocol.errors import ProtofleetError
 from protocol.storage.blobstore import write_atomically
@@ -50,7 +50,7 @@ def run(job: RoundJob, workspace: Workspace) -> Result:
     counted = limited(list(parts.values()), multiple=robust.max_multiple)
     tensors, failed = aggregated(
         algorithm,
-        [_contribution(device, part) for device, part in zip(parts, counted, strict=True)],
+        [contribution_of(device, part) for device, part in zip(parts, counted, strict=True)],
         previous,
         robust=robust,
         num_classes=len(manifest.classes),
@@ -126,9 +126,3 @@ def _figures(
     figures = {"classes": float(len(classes)), "carried": float(carried)}
     losses = [submission.loss for submission in submissions if submission.loss is not None]
     return {**figures, "loss": statistics.median(losses)} if losses else figures
-
-
-def _contribution(device: str, part: Prototypes) -> Contribution:
-    return Contribution(
-        device=device, values=part.values, labels=part.labels, counts=part.counts, tensors=part.tensors
-    )

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.algorithm import Contribution, RoundAlgorithm
+from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.tensors import pack_tensors, unpack_tensors
 from aggregator.config.schema import Robust
 from aggregator.graphs.program_export import Graphs, build
 from aggregator.intake.validation import Expectation, Prototypes
 from aggregator.tasks.manifests import program_of, round_manifest
-from aggregator.training.robust.rounds import robust_contributions
+from aggregator.training.robust.rounds import contribution_of, robust_contributions
 from aggregator.training.robust.weights import limited
 from edge_client.predict.head import open_round_head
 from edge_client.storage.stored_values import ClassReport
@@ -232,7 +232,7 @@ def _aggregate(
     counted = limited(parts, multiple=robust.max_multiple)
     pooled = task.algorithm.aggregate(
         robust_contributions(
-            [Contribution(device=str(index), **vars(part)) for index, part in enumerate(counted)],
+            [contribution_of(str(index), part) for index, part in enumerate(counted)],
             clip_multiple=robust.clip_multiple,
             power=task.algorithm.power,
         ),

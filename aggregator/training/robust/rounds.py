@@ -12,9 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import Contribution, by_device
+from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.weights import MIN_DEVICES, median_limit
 
 Floats = NDArray[np.float32]
+
+
+def contribution_of(device: str, part: Prototypes) -> Contribution:
+    """Return a device's checked submission as its contribution to a round."""
+    return Contribution(
+        device=device, values=part.values, labels=part.labels, counts=part.counts, tensors=part.tensors
+    )
 
 
 def robust_contributions(
