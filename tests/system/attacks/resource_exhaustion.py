@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 
 from aggregator.config.schema import Limits
 from aggregator.messaging.blob_sender import SMALLEST_DOWNLOAD_BYTES
@@ -71,15 +72,24 @@ def declared_sizes(fleet: AttackedFleet) -> Iterator[bool]:
 def impossible_numbers(fleet: AttackedFleet) -> Iterator[bool]:
     """2^63 images, losses and costs that are not finite, values of 3e38, reversed ranges, too many prototypes."""
     submission = fleet.submission()
-    values, counts = to_array(submission.prototypes), to_array(submission.counts)
+    values, block = to_array(submission.prototypes), submission.block
+    assert block is not UNSET
+    counts, scales = to_array(block.counts), to_array(block.scales)
     changes: list[dict[str, Any]] = [
         *({"images": images} for images in (10**9, 2**63 - 1, 2**63)),
         *({"loss": loss} for loss in (1.7e308, math.inf, math.nan)),
         {"privacy": Privacy(epsilon=1.0, total_epsilon=math.inf, delta=1e-5, releases=1)},
         {"prototypes": to_tensor(np.full(values.shape, 3e38, np.float32))},
         {"tensors": {"range": to_tensor(np.repeat(np.array([[1], [0]], np.float16), values.shape[1], 1))}},
-        {"counts": to_unsigned(np.full(counts.shape, 10**9))},
-        {"counts": to_unsigned(np.full(counts.shape, 2))},
+        *(
+            {"block": msgspec.structs.replace(block, **change)}
+            for change in (
+                {"counts": to_unsigned(np.full(counts.shape, 10**9))},
+                {"counts": to_unsigned(np.full(counts.shape, 2))},
+                {"scales": to_tensor(np.full(scales.shape, np.inf, np.float32))},
+                {"scales": to_tensor(np.full(scales.shape, 1e30, np.float32))},
+            )
+        ),
     ]
     changed = [msgspec.structs.replace(submission, sequence=6, **change) for change in changes]
     yield from _refused(fleet, changed)

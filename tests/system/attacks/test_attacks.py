@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from msgspec import UNSET
 
+from protocol.wire.messages import MAX_CLASSES
+from protocol.wire.quantization import dequantized_block, range_of
 from tests.support.fleets.closed_fleet import FLEET
 from tests.support.fleets.fleet import QUICK, write_task
-from tests.support.messages.submissions import values_of
 from tests.system.attacks.compromised_aggregator import DEVICE, PASSWORD, CompromisedAggregator
 from tests.system.attacks.fleet import BOMB, BYTES_MARK, HONEST, NAME_MARK, AttackedFleet, write_images
 from tests.system.attacks.topic_access import publish_to_broker
@@ -153,11 +155,15 @@ def test_device_log_names_only_images_of_its_data_folder(run: AttackedFleet) -> 
 
 
 def test_no_prototype_value_is_in_a_log(run: AttackedFleet) -> None:
-    """No log contains a prototype's value in any common notation."""
+    """No log contains a value of a principal prototype in any common notation."""
     logs = _logs(run)
     numbers = {number for text in logs.values() for number in re.findall(r"-?\d+\.\d+(?:e-?\d+)?", text)}
     for name in HONEST:
-        values = values_of(run.submission(name)).ravel()
+        submission = run.submission(name)
+        assert submission.block is not UNSET
+        limits = range_of(submission.tensors)
+        block = dequantized_block(submission.block, limits, classes=MAX_CLASSES, least=1)
+        values = np.concatenate([block.means, block.rows]).ravel()
         assert values.size > 100
         for value in values:
             forms = {str(value), repr(float(value)), f"{value:.6g}", f"{np.float32(value)}"}
