@@ -3,7 +3,7 @@
 The images of a **block** are summed up by linear combinations: the indicator of each class, and k rows of coefficients
 that are fixed when the block is made. The rows serve every later backbone and layer, so that what is released of a
 block is always in the same linear span of its images. Of every combination in it, an image has at most 1 / `batch_size`
-of the squared coefficients, as with means of `batch_size` images (docs/adr/0074-principal-prototypes.md has the proof).
+of the squared coefficients, as with means of `batch_size` images (`edge_client.privacy.image_blocks` has the proof).
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,10 @@ MARGIN = 0.95
 """Share of its limit that an image is shortened to."""
 
 RANK_TOLERANCE = 1e-6
-"""Least eigenvalue of a row, relative to the largest one: less is rounding."""
+"""Least eigenvalue of a row, relative to the largest one: less is rounding of float32."""
+
+SPAN_TOLERANCE = 1e-12
+"""Least squared length of a direction in a span, relative to the largest one: less is rounding of float64."""
 
 IMAGES = 1024
 """Images that are computed with at once."""
@@ -87,10 +90,8 @@ def coefficients(
 
 
 def rows_within(coefficients: NDArray[np.float16], labels: NDArray[np.integer], *, batch_size: int) -> int:
-    """Return how many of the first rows keep each image's share at 1 / `batch_size`; -1 if the class means do not."""
+    """Return how many of the first rows keep each image's share at 1 / `batch_size`, the least images of a class."""
     limits = _limits(labels, batch_size)[0]
-    if limits.min() < 0:
-        return -1
     low, high = 0, len(coefficients)
     while low < high:  # the share grows with the rows
         middle = (low + high + 1) // 2
@@ -115,7 +116,7 @@ def share(coefficients: NDArray[np.float16], numbers: NDArray[np.integer]) -> ND
     for _, rows in centered():
         products += rows.T @ rows
     squares, axes = np.linalg.eigh(products)
-    axes = axes[:, squares > RANK_TOLERANCE * squares.max(initial=0)]
+    axes = axes[:, squares > SPAN_TOLERANCE * squares.max(initial=0)]
     axes /= np.sqrt((axes * (products @ axes)).sum(axis=0))
     shares = np.empty(len(numbers))
     for block, rows in centered():
@@ -172,7 +173,7 @@ def principal_prototypes(
 def _orthonormal(rows: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return orthonormal rows (at most k, n) of the span of rows (k, n)."""
     _, sizes, axes = np.linalg.svd(rows, full_matrices=False)
-    return np.asarray(axes[sizes**2 > RANK_TOLERANCE * (sizes**2).max(initial=0)])
+    return np.asarray(axes[sizes**2 > SPAN_TOLERANCE * (sizes**2).max(initial=0)])
 
 
 def _limits(labels: NDArray[np.integer], batch_size: int) -> NDArray[np.float64]:

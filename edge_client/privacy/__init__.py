@@ -1,1 +1,1 @@
-"""Limits on what a device reveals: policy, noise, accounting groups and blocks of images."""
+"""Limits on what a device reveals: policy, noise, accounting, groups and blocks of images."""
