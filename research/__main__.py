@@ -23,7 +23,8 @@ from research.defaults import (
 )
 from research.poisoning import false_alarms, prototypes, rare_class, rounds, squares
 from research.poisoning import statistics as poisoned_statistics
-from research.privacy import directions, measurement, noisy_sums, principal_prototypes, sum_costs
+from research.privacy import directions, measurement, noisy_sums, sum_costs
+from research.privacy.blocks import command as principal_prototypes
 from research.rounds import fedpcl, flower_tuning, fpl, step, tuning, wire_rivals
 
 MODULES = (

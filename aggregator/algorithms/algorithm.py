@@ -229,7 +229,7 @@ class OneShot(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
         {("rounds",), ("robust", "clip_multiple"), ("client", "prototypes")}
     )
     blocks: ClassVar[bool] = False
-    """It uses principal prototypes. Devices upload those of batches alone to an algorithm that does not."""
+    """It uses principal prototypes. To an algorithm that does not, devices upload means of batches alone."""
 
     def feature_map(
         self, feature_size: int, *, seed: int, columns: tuple[tuple[int, int], ...], normalized: bool

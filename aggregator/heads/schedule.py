@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from msgspec import UNSET, structs
+from msgspec import structs
 
 from aggregator.coordination import round_state, rounds
 from aggregator.heads.calibration import Calibration, store_calibrated
@@ -215,7 +215,7 @@ class Schedule:
 
     def _use(self, head: HeadRecord) -> None:
         self._head = head
-        counts_images = self._task.manifest.prototypes is not UNSET
+        counts_images = self._task.manifest.accepts_blocks
         log_head(head, self.state, self._settings, counts_images=counts_images)
 
     def _adopt_stored(self) -> bool:

@@ -1,4 +1,4 @@
-"""Validation of uploads: bytes to a checked submission or evaluation, or the reason for refusing it. Pure."""
+"""Validation of uploads: bytes to a checked submission, or the reason for refusing it. Pure."""
 
 import math
 from collections.abc import Mapping
@@ -31,7 +31,6 @@ from protocol.wire.quantization import LIMITS, RANGE, dequantize, dequantized_bl
 
 FLOAT16_SLACK = 1.01
 """Factor by which rounding to float16 may lengthen a prototype."""
-
 
 MAX_DEVIATION = float(np.finfo(np.float16).max)
 """Distance of an image's value from the mean of its class, at most: prototypes are in float16."""
@@ -81,7 +80,7 @@ class Prototypes:
 
     @property
     def every(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The class and the images of each mean, also of those of a block."""
+        """The class and the images of each mean, including the means of a block."""
         if self.block is None:
             return self.labels, self.counts
         labels, counts = (self.labels, self.block.labels), (self.counts, self.block.counts)
@@ -178,7 +177,7 @@ def count_rows(submission: Submission, expectation: Expectation) -> dict[int, in
         _check_envelope(submission, expectation)
         _, labels, counts = _check_prototypes(submission, expectation)
         tensors = _check_tensors(submission.tensors, expectation)
-        if expectation.manifest.prototypes is not UNSET:
+        if expectation.manifest.accepts_blocks:
             block, weights = _check_block(submission, tensors[RANGE], expectation), counts
             if block is not None:
                 labels, weights = (
@@ -263,7 +262,7 @@ def _check_envelope(submission: Submission, expectation: Expectation) -> None:
     if submission.task not in {expectation.task, *(expectation.manifest.continues or ())}:
         expected, got = (task.hex()[:12] for task in (expectation.task, submission.task))
         raise Refused("unknown_task", f"expected task {expected}, got {got}")
-    if submission.block is not UNSET and expectation.manifest.prototypes is UNSET:
+    if submission.block is not UNSET and not expectation.manifest.accepts_blocks:
         raise Refused("malformed", "expected no block: the task takes no principal prototypes")
     if submission.round and expectation.manifest.program is None:
         raise Refused(
@@ -371,7 +370,7 @@ def _check_tensors(
     shapes = expectation.tensors if in_rounds else {RANGE: (2, expectation.prototype_size)}
     kinds = dict.fromkeys(shapes, "f2")
     # Devices of a version without blocks send an exact range to any task.
-    if is_coarse := expectation.manifest.prototypes is not UNSET and LIMITS in tensors:
+    if is_coarse := expectation.manifest.accepts_blocks and LIMITS in tensors:
         shapes, kinds = {**shapes, LIMITS: (2,)}, {RANGE: "u1", LIMITS: "f2"}
     if tensors.keys() != shapes.keys():
         expected, got = (", ".join(sorted(names)) or "none" for names in (shapes, tensors))
@@ -391,49 +390,6 @@ def _check_tensors(
     if not in_rounds and (checked[RANGE][0] > checked[RANGE][1]).any():
         raise Refused("malformed", "expected a range from low to high, got one from high to low")
     return checked
-
-
-def check_evaluation(evaluation: Evaluation, expectation: Expectation, *, newest_head: int) -> None:
-    """Raise Refused if an evaluation is for another task or an unknown head, or has impossible counts."""
-    if evaluation.task != expectation.task:
-        raise Refused("unknown_task", "the evaluation is for another task")
-    if evaluation.head_version > newest_head:
-        raise Refused("unknown_head", f"expected a head up to {newest_head}, got {evaluation.head_version}")
-    classes = len(expectation.manifest.classes)
-    counts = (evaluation.correct, evaluation.incorrect, evaluation.previous_correct or evaluation.correct)
-    if any(len(each) != classes for each in counts):
-        raise Refused("shape", f"expected {classes} counts of correct and of incorrect images")
-    images = sum(evaluation.correct) + sum(evaluation.incorrect)
-    if sum(evaluation.previous_correct) > images:
-        raise Refused("malformed", "the previous head has more correct images than there are")
-    if (evaluation.correct_with_prior or 0) > images:
-        raise Refused("malformed", "more images are correct with the prior than there are")
-    _check_bins(evaluation, images)
-    _check_confused(evaluation)
-
-
-def _check_bins(evaluation: Evaluation, images: int) -> None:
-    """Refuse counts in bins that do not add up to the evaluation's images, so that no device counts with more."""
-    correct, every = evaluation.confidence_correct, evaluation.confidence_images
-    if (correct is UNSET) != (every is UNSET):
-        raise Refused("malformed", "expected correct images and all in bins of confidence, got one of them")
-    if correct is not UNSET and every is not UNSET:
-        is_more = any(one > of for one, of in zip(correct, every, strict=True))
-        if is_more or (sum(correct), sum(every)) != (sum(evaluation.correct), images):
-            raise Refused("malformed", "the images in bins of confidence are not those of the classes")
-    if evaluation.novelty_images is not UNSET and sum(evaluation.novelty_images) != images:
-        raise Refused("malformed", "the images in bins of novelty are not those of the classes")
-
-
-def _check_confused(evaluation: Evaluation) -> None:
-    """Refuse confused pairs that have more images than were classified incorrectly."""
-    left = list(evaluation.incorrect)
-    for pair in evaluation.confused or ():
-        if max(pair.label, pair.predicted) >= len(left) or pair.label == pair.predicted:
-            raise Refused("malformed", "expected pairs of different classes of the task")
-        left[pair.label] -= pair.images
-    if min(left, default=0) < 0:
-        raise Refused("malformed", "more images are confused than classified incorrectly")
 
 
 def _array(tensor: Tensor, name: str, *, dtypes: str, ndim: int) -> NDArray[Any]:

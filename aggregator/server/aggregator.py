@@ -9,8 +9,6 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from msgspec import UNSET
-
 from aggregator.config.schema import TaskFile
 from aggregator.heads.rollout import Rollout
 from aggregator.heads.schedule import Schedule
@@ -306,14 +304,16 @@ def _next_epoch(task: Task, store: Store) -> int:
         limits=file.limits,
         privacy=file.privacy,
         second_operator=task.manifest.second_operator,
-        counts_images=task.manifest.prototypes is not UNSET,
+        counts_images=task.manifest.accepts_blocks,
     )
     with store.transaction():
         if task.manifest.continues and (before is None or before.digest != task.digest):
+            earlier = task.manifest.continues[0]
+            has_images = before is not None and before.digest == earlier and before.counts_images
             adopted = store.submissions.adopt(
                 task.digest,
-                task.manifest.continues[0],
-                recounted=lambda record: _recounted(record, task, store),
+                earlier,
+                recounted=lambda record: record if has_images else _recounted(record, task, store),
             )
             log_event(log, logging.INFO, "submissions of the continued task count", submissions=adopted)
         store.facts.put(served)
@@ -325,7 +325,7 @@ def _recounted(record: SubmissionRecord, task: Task, store: Store) -> Submission
 
     The earlier task may have had batches alone. A submission that cannot be read or used keeps its numbers.
     """
-    if task.manifest.prototypes is UNSET:
+    if not task.manifest.accepts_blocks:
         return record
     try:
         submission = read_message(store.blobs.read(record.entry.digest))

@@ -9,11 +9,12 @@ import msgspec
 
 from aggregator.coordination import round_state, rounds
 from aggregator.intake.accepted_submissions import AcceptedSubmissions
+from aggregator.intake.evaluation_validation import check_evaluation
 from aggregator.intake.frame_authentication import FrameAuthenticator
 from aggregator.intake.quotas import Quotas
 from aggregator.intake.reassembly import Complete
 from aggregator.intake.uploads import Uploads
-from aggregator.intake.validation import Refused, check_evaluation, count_rows, read_message
+from aggregator.intake.validation import Refused, count_rows, read_message
 from aggregator.messaging.blob_sender import BlobSender
 from aggregator.rates import DeviceEvents, TokenBuckets
 from aggregator.server.store_view import StoreView

@@ -1,7 +1,5 @@
 """The intake of device messages: a batch in one transaction, answered once it is durable."""
 
-from msgspec import UNSET
-
 from aggregator.intake.accepted_submissions import AcceptedSubmissions
 from aggregator.intake.uploads import Uploads
 from aggregator.messaging.blob_sender import BlobSender
@@ -33,7 +31,7 @@ class MessageIntake:
         self.blob_sender = blob_sender
         self.view = StoreView(store, task)
         self._accepted = AcceptedSubmissions(
-            task.digest, task.file.settings, store, counts_images=task.manifest.prototypes is not UNSET
+            task.digest, task.file.settings, store, counts_images=task.manifest.accepts_blocks
         )
         self._messages = DeviceMessages(
             task=task,

@@ -24,7 +24,7 @@ class ServedTask(msgspec.Struct, frozen=True):
     privacy: PrivacySettings = PrivacySettings()
     second_operator: SecondOperator | None = None
     counts_images: bool = False
-    """The numbers of prototypes are those of the images in them: devices may upload principal prototypes."""
+    """Numbers of prototypes count the images in them, since devices may upload principal prototypes."""
 
 
 class TaskPreparation(msgspec.Struct, frozen=True):

@@ -142,11 +142,6 @@ def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> 
     )
 
 
-def _never(before: object, after: object) -> bool:
-    del before, after
-    return False
-
-
 def _both_use_blocks(before: str, after: str) -> bool:
     found = (find_algorithm(name) for name in (before, after))
     return all(issubclass(each, OneShot) and each.blocks for each in found)
@@ -182,7 +177,11 @@ def continued(manifest: TaskManifest, earlier: bytes, store: Store) -> TaskManif
             f"`continues`: {text}: removed or renamed classes are a new task, without `continues`"
         )
     values = ((name, getattr(same, name), getattr(manifest, name)) for name in manifest.__struct_fields__)
-    fields = [name for name, old, new in values if old != new and not MAY_CHANGE.get(name, _never)(old, new)]
+    fields = [
+        name
+        for name, old, new in values
+        if old != new and not (name in MAY_CHANGE and MAY_CHANGE[name](old, new))
+    ]
     if fields:
         raise ConfigError(
             f"`continues`: {', '.join(fields)} must be those of the earlier task: a new task has none"

@@ -9,11 +9,10 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from msgspec import UNSET
 from numpy.typing import NDArray
 
+from aggregator.algorithms.fedtc.arrays import Arrays
 from aggregator.algorithms.fedtc.head import Dense, require_layers
-from aggregator.algorithms.fedtc.training_set import Arrays
 from aggregator.algorithms.novelty import ClassDirections, directions_of
 from aggregator.algorithms.statistics.feature_map import FeatureMap, selected
 from aggregator.algorithms.statistics.noisy_ridge import Shortening
@@ -69,7 +68,7 @@ def run(job: HeadJob, workspace: Workspace) -> Result:
     )
     used = [part for device, part in parts.items() if device not in judgment.quarantined]
     numbers = np.bincount(data.labels)
-    if manifest.prototypes is not UNSET:
+    if manifest.accepts_blocks:
         numbers = stated_images(used).sum(axis=0).astype(np.int64)
     workspace.report({"prototypes": int(numbers.sum())})
     started_s = time.perf_counter()
@@ -132,5 +131,5 @@ def write_checked(
 
 def few_prototypes(numbers: NDArray[np.integer], manifest: TaskManifest) -> dict[str, int]:
     named = zip(manifest.classes, numbers.tolist(), strict=False)
-    few = FEW_PROTOTYPES if manifest.prototypes is UNSET else FEW_IMAGES
+    few = FEW_IMAGES if manifest.accepts_blocks else FEW_PROTOTYPES
     return {name: number for name, number in named if 0 < number < few}

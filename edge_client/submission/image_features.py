@@ -322,16 +322,6 @@ class Workspace:
         for features in self.cache.chunks(identities, *training_feature_keys(manifest)):
             yield features[:, prototype_columns(manifest, features.shape[1])]
 
-    def training_matrix(self, manifest: TaskManifest, images: Sequence[LabeledImage]) -> NDArray[np.float32]:
-        """Return what `training_features` yields as one, float32 (n, D), which alone grows with n."""
-        made, done = np.empty((0, 0), np.float32), 0
-        for chunk in self.training_features(manifest, images):
-            if not done:
-                made = np.empty((len(images), chunk.shape[1]), np.float32)
-            made[done : done + len(chunk)] = chunk
-            done += len(chunk)
-        return made
-
     def features(self, images: Sequence[LabeledImage], keys: Sequence[str], size: int) -> NDArray[np.float32]:
         """Return the cached features of images, float32 (n, size)."""
         return self.cache.matrix([image.identity for image in images], *keys, size=size)

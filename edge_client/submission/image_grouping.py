@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from itertools import count, repeat
 
 import numpy as np
-from msgspec import UNSET
 from numpy.typing import NDArray
 
-from edge_client.data.images import LabeledImage, normal
+from edge_client.data.images import LabeledImage
 from edge_client.data.outlier_filter import closest_features
 from edge_client.data.principal_prototypes import MOST_FEATURE_VALUES, coefficients, most_rows, rows_within
 from edge_client.privacy import image_blocks
@@ -21,6 +20,7 @@ from edge_client.privacy.image_groups import more_needed, pack, regroup
 from edge_client.privacy.policy import is_private
 from edge_client.storage.disk_space import require_space
 from edge_client.storage.image_group_record import Block, Key, Partition
+from edge_client.submission.distinct_images import DistinctImages, Images
 from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
 from protocol.errors import BlobLost
 from protocol.log import event
@@ -71,13 +71,10 @@ class Grouping:
     """Images in groups of dissolved blocks, and those that joined them since."""
 
 
-_Images = dict[Key, LabeledImage]
-
-
 def _block_size(workspace: Workspace, task: TaskManifest) -> int:
     """Return the values of a task's principal prototypes; 0 if its submissions have none."""
     is_plain = task.program is None and task.statistics is None and task.perturbation is None
-    if task.prototypes is UNSET or not is_plain or is_private(task):
+    if not task.accepts_blocks or not is_plain or is_private(task):
         return 0
     size = sum(_widths(workspace, task))
     size = sum(end - start for start, end in task.columns) if task.columns else size
@@ -95,7 +92,7 @@ def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -
         ProtofleetError: a feature is not finite.
         StateError: the disk fails.
     """
-    scan = _Scan(workspace, task, found)
+    scan = DistinctImages(workspace, task, found)
     before, clock = workspace.store.image_groups.read(), workspace.store.clock
     partition, lost = image_blocks.after_scan(
         before,
@@ -126,52 +123,6 @@ def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -
         text = "block dissolved into batches"
         event(log, logging.WARNING, text, images=len(each.members), reason=each.reason)
     return grouping
-
-
-def distinct_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -> list[_Images]:
-    """Return the training images of each class by the digests of their pixels; each is in the first of its classes."""
-    return _Scan(workspace, task, found).by_label(Partition())
-
-
-class _Scan:
-    """The training images that were found, by the digests of their pixels."""
-
-    def __init__(self, workspace: Workspace, task: TaskManifest, found: FoundImages) -> None:
-        self._workspace, self._task = workspace, task
-        self._label_of = {name: label for label, name in enumerate(task.classes)}
-        keys = workspace.cache.contents()
-        self._images: dict[Key, dict[str, LabeledImage]] = {}
-        """The first image of each class with these pixels; classes in the order of the task's."""
-        for name, label in self._label_of.items():
-            for image in found.for_training(label):
-                if image.identity in keys:
-                    self._images.setdefault(keys[image.identity], {}).setdefault(name, image)
-        usable = {image.relative for image in found.usable}
-        self.replaced = {key for relative, key in workspace.replaced.items() if relative in usable}
-        self.places = {key: tuple(places) for key, places in self._images.items()}
-        there = {keys[identity] for identity in workspace.scanned or () if identity in keys}
-        self.unusable = there - self.places.keys()
-
-    def seen(self, partition: Partition) -> set[str]:
-        """Return the task's classes, and those of blocks that are no folder or label any more."""
-        unknown = self._workspace.unknown_names
-        names = {group.name for group in partition.groups.values()} | {*partition.moved.values()}
-        return {*self._task.classes, *(name for name in names if normal(name) not in unknown)}
-
-    def image(self, key: Key, name: str) -> LabeledImage:
-        """Return an image as one of a class, in which it may not lie."""
-        places = self._images[key]
-        image = places.get(name) or next(iter(places.values()))
-        return replace(image, label=self._label_of[name])
-
-    def by_label(self, partition: Partition) -> list[_Images]:
-        """Return the images of each class, each in one of them."""
-        fixed = image_blocks.places_of_groups(partition, self.places)
-        by_label: list[_Images] = [{} for _ in self._task.classes]
-        for key, places in self.places.items():
-            name = fixed.get(key, places[0])
-            by_label[self._label_of[name]][key] = self.image(key, name)
-        return by_label
 
 
 def _with_files(
@@ -212,9 +163,7 @@ def _packed(rows: NDArray[np.float16]) -> bytes:
     return rows.astype("<f2").tobytes()
 
 
-def _closest_new(
-    workspace: Workspace, task: TaskManifest, by_key: _Images, partition: Partition
-) -> list[Key]:
+def _closest_new(workspace: Workspace, task: TaskManifest, by_key: Images, partition: Partition) -> list[Key]:
     """Return the images of a class that were in no group before, and that the task's outlier filter keeps."""
     images = sorted(by_key.items(), key=lambda each: each[1].relative)
     new = [key for key, _ in images if key not in partition.number_of]
@@ -239,7 +188,7 @@ def _dealer(workspace: Workspace, task: TaskManifest, label: int) -> np.random.G
 def _with_new_blocks(
     workspace: Workspace,
     task: TaskManifest,
-    by_label: Sequence[_Images],
+    by_label: Sequence[Images],
     new: Sequence[Sequence[Key]],
     partition: Partition,
 ) -> tuple[Partition, dict[int, NDArray[np.float16]]]:
@@ -284,7 +233,7 @@ def _regrouped(
     workspace: Workspace,
     task: TaskManifest,
     label: int,
-    by_key: _Images,
+    by_key: Images,
     new: Sequence[Key],
     partition: Partition,
 ) -> Partition:
@@ -302,8 +251,8 @@ def _regrouped(
 def _released(
     workspace: Workspace,
     task: TaskManifest,
-    scan: _Scan,
-    by_label: Sequence[_Images],
+    scan: DistinctImages,
+    by_label: Sequence[Images],
     new: Sequence[Sequence[Key]],
     partition: Partition,
     files: Mapping[int, NDArray[np.float16]],
@@ -345,7 +294,7 @@ def _released(
 
 
 def _released_groups(
-    task: TaskManifest, by_key: _Images, new: Sequence[Key], partition: Partition
+    task: TaskManifest, by_key: Images, new: Sequence[Key], partition: Partition
 ) -> ReleasedImages:
     """Return the images of one class's groups that are released."""
     present, size = frozenset(by_key), max(task.batch_size, task.min_images)

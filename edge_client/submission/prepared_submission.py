@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from msgspec import UNSET
 from numpy.typing import NDArray
 
 from edge_client.data.principal_prototypes import principal_prototypes
@@ -17,7 +16,12 @@ from edge_client.privacy.noise import subkey
 from edge_client.privacy.perturbation import MAX_FLOAT16, perturb_prototypes
 from edge_client.privacy.policy import FAILED, is_private
 from edge_client.storage.stored_values import ClassReport, SubmissionForm, SubmissionReport
-from edge_client.submission.image_features import FoundImages, Workspace
+from edge_client.submission.image_features import (
+    FoundImages,
+    Workspace,
+    prototype_columns,
+    training_feature_keys,
+)
 from edge_client.submission.image_grouping import ReleasedBlock, ReleasedImages, group_images
 from edge_client.training.local_round import LocalModel
 from protocol.cli import counted, plain
@@ -33,7 +37,7 @@ from protocol.wire.messages import (
     Tensor,
 )
 from protocol.wire.principal_prototypes import PrincipalPrototypes, joined
-from protocol.wire.quantization import principal_fields, prototype_fields
+from protocol.wire.quantization import submission_fields
 
 
 class NoPrototype(ProtofleetError):
@@ -237,11 +241,7 @@ def encode_submission(
     if private != (prepared.privacy is not None) or (private and prepared.loss is not None):
         raise PrivacyRefused(FAILED)
     if manifest.program is None and manifest.statistics is None:
-        fields = (
-            prototype_fields(prepared.prototypes)
-            if manifest.prototypes is UNSET
-            else principal_fields(prepared.prototypes, prepared.block)
-        )
+        fields = submission_fields(manifest, prepared.prototypes, prepared.block)
     else:
         fields = {"prototypes": to_tensor(prepared.prototypes), "tensors": dict(prepared.tensors)}
     operator, counts = manifest.second_operator, prepared.counts
@@ -308,7 +308,9 @@ def _class_prototypes(
 
 def _summed_up(workspace: Workspace, task: TaskManifest, block: ReleasedBlock) -> PrincipalPrototypes:
     """Return the principal prototypes of a block in the task's layers."""
-    features = workspace.training_matrix(task, block.images)
+    size = sum(backbone.metadata.feature_size for backbone in workspace.backbones(task))
+    features = workspace.features(block.images, training_feature_keys(task), size)
+    features = features[:, prototype_columns(task, size)]
     summed_up = principal_prototypes(features, block.labels, block.coefficients)
     _require_float16(task, summed_up.means, summed_up.labels)
     return summed_up

@@ -24,12 +24,12 @@ from edge_client.privacy.sum_mechanism import NoisySums, noisy_sums
 from edge_client.storage.disk_space import DiskAlmostFull
 from edge_client.storage.privacy_ledger import Release
 from edge_client.storage.stored_values import ClassReport, PrivacySpent
+from edge_client.submission.distinct_images import DistinctImages
 from edge_client.submission.image_features import (
     FoundImages,
     Workspace,
     training_feature_keys,
 )
-from edge_client.submission.image_grouping import distinct_images
 from edge_client.submission.prepared_submission import PreparedSubmission
 from protocol.errors import GraphRefused, Interrupted, PrivacyFailed, PrivacyRefused
 from protocol.log import event
@@ -107,7 +107,7 @@ def _prepare(
     if release.content is None and not workspace.dry_run:
         workspace.cache.forget_unusable(*training_feature_keys(manifest))
     found = workspace.extract(manifest, should_stop, images)
-    members = [list(by_key.values()) for by_key in distinct_images(workspace, manifest, found)]
+    members = [list(by_key.values()) for by_key in DistinctImages(workspace, manifest, found).by_label()]
     content, rows = hashlib.sha256(), []
     for of_class in members:  # the features of all classes are not in memory at once
         features = workspace.features(of_class, training_feature_keys(manifest), len(public.center))

@@ -306,6 +306,11 @@ class TaskManifest(Message, frozen=True, kw_only=True, tag="task"):
     """Earlier tasks, newest first, whose submissions count for this one. Its classes begin with theirs."""
 
     @property
+    def accepts_blocks(self) -> bool:
+        """True if submissions may have principal prototypes; numbers of prototypes are then those of their images."""
+        return self.prototypes is not UNSET
+
+    @property
     def second_operator(self) -> SecondOperator | None:
         """The party that opens sums of masks; None if submissions are not masked."""
         return (self.statistics and self.statistics.second_operator) or None

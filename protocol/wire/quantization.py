@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from protocol.errors import MalformedMessage
 from protocol.wire.codec import to_array, to_tensor, to_unsigned
-from protocol.wire.messages import Block, Tensor
+from protocol.wire.messages import Block, TaskManifest, Tensor
 from protocol.wire.principal_prototypes import PrincipalPrototypes
 
 STEPS = 255
@@ -82,6 +82,13 @@ def prototype_fields(values: NDArray[Any]) -> dict[str, Any]:
     """Return the fields `prototypes` and `tensors` of a submission of FedTC with these prototypes, float16 (m, L)."""
     integers, limits = quantize(values)
     return {"prototypes": to_tensor(integers), "tensors": {RANGE: to_tensor(limits)}}
+
+
+def submission_fields(
+    task: TaskManifest, values: NDArray[Any], block: PrincipalPrototypes | None
+) -> dict[str, Any]:
+    """Return the fields of a submission to a task without rounds and statistics, as `principal_fields`."""
+    return principal_fields(values, block) if task.accepts_blocks else prototype_fields(values)
 
 
 def principal_fields(values: NDArray[Any], block: PrincipalPrototypes | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from aggregator.intake.validation import Expectation, Prototypes, check_submission, read_message
 from protocol.wire.codec import digest_of, encode, to_unsigned
 from protocol.wire.messages import BlobRef, Submission, TaskManifest
-from protocol.wire.quantization import principal_fields, prototype_fields
+from protocol.wire.quantization import submission_fields
 from protofleet.prototypes import batch_prototypes, device_prototypes
 from protofleet.simulation.engine import LOCAL, Engine
 from protofleet.simulation.fleet import Features
@@ -72,9 +72,9 @@ def _encoded(
     task = expectation.manifest
     options: dict[str, Any] = {"batch_size": task.batch_size, "alpha": task.alpha, "seed": (seed, number)}
     mine = (
-        batch_prototypes(features, labels, **options)
-        if task.prototypes is UNSET
-        else device_prototypes(features, labels, widths=layers, **options)
+        device_prototypes(features, labels, widths=layers, **options)
+        if task.accepts_blocks
+        else batch_prototypes(features, labels, **options)
     )
     if not len(mine.labels) and mine.block is None:
         return b""
@@ -84,11 +84,7 @@ def _encoded(
             mine.counts,
             task=expectation.task,
             images=len(labels),
-            **(
-                prototype_fields(mine.values.astype(np.float16))
-                if task.prototypes is UNSET
-                else principal_fields(mine.values.astype(np.float16), mine.block)
-            ),
+            **submission_fields(task, mine.values.astype(np.float16), mine.block),
         )
     )
 

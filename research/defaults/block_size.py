@@ -9,10 +9,10 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
+from aggregator.algorithms.fedtc.arrays import Arrays
 from aggregator.algorithms.fedtc.head import logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.fedtc.train_head import train_head
-from aggregator.algorithms.fedtc.training_set import Arrays
 from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.scatter import scatter_set
 from benchmarks.data.features import load_features, prepared

@@ -4,13 +4,12 @@ import math
 from collections import Counter
 
 import numpy as np
-from msgspec import UNSET
 
+from aggregator.intake.evaluation_validation import check_evaluation
 from aggregator.intake.validation import (
     Expectation,
     Prototypes,
     Refused,
-    check_evaluation,
     check_submission,
     count_rows,
     read_message,
@@ -87,7 +86,7 @@ def _check(message: Submission, expectation: Expectation) -> None:
     assert np.abs(accepted.values).max(initial=0) < 65520, "no more than float16 holds"
     assert all(np.isfinite(array).all() for array in accepted.tensors.values())
     assert message.loss is None or math.isfinite(message.loss)
-    if expectation.manifest.prototypes is UNSET:
+    if not expectation.manifest.accepts_blocks:
         assert count_rows(message, expectation) == Counter(accepted.labels.tolist())
     else:
         assert sum(count_rows(message, expectation).values()) == counts.sum()

@@ -30,15 +30,10 @@ from research.poisoning import squares
 from research.poisoning.prototypes import METHODS
 from research.poisoning.rare_class import ATTACKS as RARE_CLASSES
 from research.poisoning.statistics import ATTACKS as FALSE_SUMS
-from research.privacy import (
-    directions,
-    measurement,
-    membership,
-    noisy_sums,
-    principal_prototypes,
-    row_decoder,
-)
-from research.privacy.uploads import Pool
+from research.privacy import directions, measurement, noisy_sums
+from research.privacy.blocks import command as principal_prototypes
+from research.privacy.blocks import membership, row_decoder
+from research.privacy.blocks.uploads import Pool
 from tests.benchmarks.feature_factory import (
     domain,
     features_of_digits,

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from research.privacy import membership, row_decoder, sequences
+from research.privacy.blocks import membership, row_decoder, sequences
+from research.privacy.blocks.uploads import Pool, Upload, draw_rows, upload
 from research.privacy.leakage import study
-from research.privacy.uploads import Pool, Upload, draw_rows, upload
 from tests.benchmarks.feature_factory import pixels_of_digits
 
 SIZE = 120

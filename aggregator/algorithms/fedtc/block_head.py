@@ -5,9 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from aggregator.algorithms.fedtc.arrays import blocks
 from aggregator.algorithms.fedtc.discriminant import TINY, head_of_present
 from aggregator.algorithms.fedtc.head import TEMPERATURES, Dense
-from aggregator.algorithms.fedtc.training_set import Scatter, TrainingSet, blocks
+from aggregator.algorithms.fedtc.scatter import Scatter
+from aggregator.algorithms.fedtc.training_set import TrainingSet
 
 STRENGTHS = 1.0, 3.0
 """Least and greatest ridge, relative to the mean squared distance of an image from the mean of its class."""
@@ -36,7 +38,7 @@ class Sums:
 
 
 def sums_of(data: TrainingSet, scatter: Scatter) -> Sums:
-    """Return the sums of all devices: their scatters, and those of their means about the mean of each class."""
+    """Return the sums over all devices. The scatter is that within devices, and of their means about class means."""
     images, size = data.counted_images, data.values.shape[1]
     of_class = np.bincount(data.labels, images, minlength=data.num_classes).astype(np.float64)
     means, products = data.means(scatter.in_means).astype(np.float64), np.zeros((size, size))
@@ -107,7 +109,7 @@ def _discriminant(sums: Sums, common: NDArray[np.bool_], strength: float) -> _Di
 
 
 def temperature_of(logits: NDArray[np.float64]) -> float:
-    """Return the temperature of a discriminant's logits, from those of the means of K classes (K, K)."""
+    """Return the temperature of a discriminant, from the logits (K, K) that it gives the means of its K classes."""
     odds = float((np.diag(logits)[:, None] - logits).sum()) / max(len(logits) * (len(logits) - 1), 1)
     return float(np.clip(TEMPERATURE * np.sqrt(odds), *TEMPERATURES)) if odds > 0 else 1.0
 
@@ -115,8 +117,8 @@ def temperature_of(logits: NDArray[np.float64]) -> float:
 def temperature_of_means(data: TrainingSet, scatter: Scatter) -> float:
     """Return the temperature of the logits of the nearest class mean.
 
-    At it the log-odds of two classes are those of normal images, in the median of all pairs.
-    Two logits whose means are a distance d apart differ by d^2 / 2 on average, with a variance v: the log-odds are the
+    It makes the log-odds of two classes what they are for normal images, in the median of all pairs of classes. Two
+    logits whose means are a distance d apart differ by d^2 / 2 on average, with a variance v: the log-odds are the
     difference times d^2 / v.
     """
     sums = sums_of(data, scatter)

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
+from aggregator.algorithms.fedtc.arrays import blocks
 from aggregator.algorithms.fedtc.head import Dense
-from aggregator.algorithms.fedtc.training_set import blocks
 
 TINY = 1e-30
 """Keeps a divisor above zero."""

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
-from aggregator.algorithms.fedtc.training_set import blocks
+from aggregator.algorithms.fedtc.arrays import blocks
 from protocol.errors import ProtofleetError
 
 MIN_LENGTH = 1e-12

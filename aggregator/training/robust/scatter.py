@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.fedtc.training_set import Arrays, Scatter, TrainingSet
+from aggregator.algorithms.fedtc.arrays import Arrays
+from aggregator.algorithms.fedtc.scatter import Scatter
+from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.weights import SHARED_BY, median_limit
 from protocol.wire.principal_prototypes import PrincipalPrototypes, joined
@@ -60,9 +62,9 @@ def scatter_set(
         parts: one per device.
         num_classes: C.
         factors: how much each image of each device counts, (K,).
-        max_multiple: a device's sum of squares counts for at most so many times that of the median device, for as many
-            images, and in the mean of a class on SHARED_BY devices so many times as many images as those of the median
-            device with the class; 0: no limit.
+        max_multiple: a device's sum of squares, for each image, counts for at most so many times the median device's.
+            In the mean of a class on SHARED_BY devices, its images count for at most so many times the images of the
+            median device with the class. 0: no limit.
         arrays: makes the arrays of all rows.
     """
     size = parts[0].values.shape[1]

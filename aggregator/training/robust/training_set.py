@@ -12,7 +12,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.fedtc.training_set import Arrays, TrainingSet
+from aggregator.algorithms.fedtc.arrays import Arrays
+from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.config.schema import MAX_MULTIPLE, Robust
 from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.outlier_detection import (
@@ -85,7 +86,7 @@ def _limited_means(parts: Sequence[Prototypes]) -> list[Prototypes]:
 
 
 def _moved(part: Prototypes, label: int, move: NDArray[np.float32]) -> Prototypes:
-    """Return a device's prototypes with those of a class moved."""
+    """Return a device's prototypes, with the prototypes of one class moved."""
     values, block = part.values + (part.labels == label)[:, None] * move, part.block
     if block is not None:
         block = replace(block, means=block.means + (block.labels == label)[:, None] * move)
@@ -150,9 +151,9 @@ def judged_set(
 ) -> tuple[TrainingSet, Judgment, Counting]:
     """Return the prototypes that a head of these devices is made of, the outliers among them, and what counts.
 
-    `widths` are those of `TrainingSet`. Devices in `released` are not quarantined. Those of a large fleet are compared
-    in cohorts, others for each `version` of the head. Arrays of all prototypes are made by `arrays`, in memory if it is
-    None.
+    `widths` is an attribute of `TrainingSet`. Devices in `released` are not quarantined. The devices of a large fleet
+    are compared in cohorts, which each `version` of the head draws anew. Arrays of all prototypes are made by `arrays`,
+    in memory if it is None.
 
     Raises:
         ProtofleetError: the data cannot be trained on.

@@ -29,7 +29,7 @@ UNBOUNDED = Robust(detect_outliers=False, max_multiple=0)
 LAYERS: Mapping[str, str] = MappingProxyType(
     {"residual": "residual", "c384 + c576": "c384,c576", "c384 + c576 + c960": DEFAULT}
 )
-"""Deeper features by their name in tables; the last are those of `export-backbone` without `--layers`."""
+"""Deeper features by their name in tables; the last ones are the default of `export-backbone`."""
 
 CLIENTS = 10
 PARTITION = Partition("dirichlet", 0.1)

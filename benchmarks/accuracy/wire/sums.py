@@ -92,7 +92,7 @@ def accuracy_of(rows: Features, head: Head) -> float:
 
 
 def sums_bytes(rows: Features, owners: NDArray[np.int64]) -> float:
-    """Return the bytes of all devices' sums of single images, packed and encoded as those of `statistics`."""
+    """Return the bytes of all devices' sums of single images, packed and encoded as `statistics` does."""
     total = 0
     for client in np.unique(owners):
         mine = owners == client

@@ -12,8 +12,8 @@ from aggregator.algorithms.fedtc.adapter import torch_device
 from benchmarks.data.features import BackboneType
 from benchmarks.options import repeated, selected
 from benchmarks.report import Table, json_option, write_json
-from research.privacy import membership, row_decoder, sequences
-from research.privacy.uploads import load_pool
+from research.privacy.blocks import membership, row_decoder, sequences
+from research.privacy.blocks.uploads import load_pool
 
 IMAGES = (52, 100, 240, 1000)
 PARTS = ("membership", "sequences", "decoder")

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from research.privacy.blocks.uploads import Pool, Upload, draw_rows, upload
 from research.privacy.leakage import CANDIDATES, Knowledge, study
-from research.privacy.uploads import Pool, Upload, draw_rows, upload
 
 FORMS = ("batches", "means", "blocks")
 """Means of five; the class means of a block alone; means, rows and diagonal."""

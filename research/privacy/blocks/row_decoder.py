@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.wire.principal_prototypes import IMAGES_PER_ROW
+from research.privacy.blocks.uploads import Pool, Upload, draw_rows, upload
 from research.privacy.decoder import as_values, decode, train_decoder
 from research.privacy.explained import STRENGTHS, ridges
 from research.privacy.leakage import best_ssim, study
-from research.privacy.uploads import Pool, Upload, draw_rows, upload
 
 FORMS = ("image", "batch", "batch of the row's image", "row", "row, other images")
 """A single feature; the mean of five, each of which is reconstructed; the same for images of `row` alone; a row; and,

@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.data.principal_prototypes import share
+from research.privacy.blocks.membership import span_shares
+from research.privacy.blocks.uploads import Pool, Upload, draw_rows, upload
 from research.privacy.leakage import CANDIDATES
-from research.privacy.membership import span_shares
-from research.privacy.uploads import Pool, Upload, draw_rows, upload
 
 ADDED = 60
 """Images that a device adds after its first upload, or that leave it: enough for a block of their own."""

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
+from aggregator.intake.evaluation_validation import check_evaluation
 from aggregator.intake.validation import (
     Expectation,
     Refused,
-    check_evaluation,
     check_noisy_sums,
     check_statistics,
     check_submission,

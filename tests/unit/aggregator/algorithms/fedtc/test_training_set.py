@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from sklearn.covariance import oas
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
-from aggregator.algorithms.fedtc import training_set as module
+from aggregator.algorithms.fedtc import arrays as module
+from aggregator.algorithms.fedtc.arrays import Arrays, blocks, is_in_file
 from aggregator.algorithms.fedtc.discriminant import _principal_axes, _shrinkage, discriminants
 from aggregator.algorithms.fedtc.head import Dense, calibrate, compress, cross_entropy, logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
 from aggregator.algorithms.fedtc.train_head import ALWAYS_ADAPTER, TrainedHead, train_head
-from aggregator.algorithms.fedtc.training_set import Arrays, TrainingSet, blocks, even_rows, is_in_file
+from aggregator.algorithms.fedtc.training_set import TrainingSet, even_rows
 from protocol.errors import ProtofleetError
 from tests.support.messages.prototype_sets import BLOB_SIZE, Features, Integers, blobs
 

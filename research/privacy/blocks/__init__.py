@@ -1,0 +1,1 @@
+"""What principal prototypes reveal: membership, sequences of uploads, and a decoder on rows."""
