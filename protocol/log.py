@@ -72,6 +72,12 @@ def _write(logger: logging.Logger, level: int, message: str, fields: Mapping[str
         logger.log(level, "%s", " ".join([message, *pairs]), stacklevel=3, extra=extra)
 
 
+def fields_of(record: logging.LogRecord) -> tuple[str, dict[str, object] | None]:
+    """Return the message of a record, and the fields if it is an event."""
+    message, fields = getattr(record, _EVENT, None) or (record.getMessage(), None)
+    return message, None if fields is None else {name: _value(value) for name, value in fields.items()}
+
+
 class JsonLines(logging.Formatter):
     """Formats a record as one JSON object: `time`, `level`, `logger`, `message`, and the event's fields.
 
@@ -80,14 +86,14 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record in ASCII."""
-        message, fields = getattr(record, _EVENT, None) or (record.getMessage(), {})
+        message, fields = fields_of(record)
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
             "message": message,
         }
-        line |= {name: _value(value) for name, value in fields.items() if name not in line}
+        line |= {name: value for name, value in (fields or {}).items() if name not in line}
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line)

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 from edge_client.agent.state import Mode
 from edge_client.cli.status import device_status
 from edge_client.config import membership
-from edge_client.runtime.session import require_runtime
 from edge_client.service import device as service
 from edge_client.service.device import SUBMISSION_RECEIVED
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Heads
-from edge_client.submission.head_installer import HEAD_IN_USE
+from edge_client.storage.job_folder import HEAD_IN_USE
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
 from protocol.storage.state_folder import default_state_folder
@@ -119,7 +118,6 @@ class Device(Embedded):
         return self._folder
 
     def _run(self, on_ready: Callable[[], None]) -> None:
-        require_runtime()
         with closing(DeviceState(self._folder, lock=True)) as store:
             settings = self._member.settings(
                 device_id=store.device_id(self._member.device_id),

@@ -13,7 +13,7 @@ from protocol.class_folders import class_folders
 from protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from edge_client.submission.prepared_submission import PreparedSubmission
+    from edge_client.storage.job_folder import Shown
 
 
 def measure(*, data: Path, backbones: Sequence[Path], **options: Any) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def measure(*, data: Path, backbones: Sequence[Path], **options: Any) -> dict[st
         rescan_s=1e9,
         **options,
     )
-    shown: list[tuple[PreparedSubmission, int]] = []
+    shown: list[Shown] = []
     with tempfile.TemporaryDirectory() as folder:
         store = DeviceState(Path(folder) / "state")
         blobs = []
@@ -71,17 +71,16 @@ def measure(*, data: Path, backbones: Sequence[Path], **options: Any) -> dict[st
         # Otherwise a first scan of new images would wait, which is no cost of a backbone.
         time.sleep(file_ages.SETTLE_S)
         begin_s = time.perf_counter()
-        Device(settings, store, show=lambda *each: shown.append(each)).run()
+        Device(settings, store, show=shown.append).run()
         passed_s = time.perf_counter() - begin_s
         store.close()
-    ((prepared, upload_bytes),) = shown
-    images = sum(entry.images for entry in prepared.classes)
+    images = sum(entry.images for entry in shown[0].report.classes)
     return {
         "images": images,
         "seconds_per_image": passed_s / images,
-        "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        "memory_mb": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
         / (1e6 if sys.platform == "darwin" else 1e6 / 1024),
-        "upload_bytes": upload_bytes,
+        "upload_bytes": shown[0].size_bytes,
     }
 
 

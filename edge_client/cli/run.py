@@ -36,7 +36,7 @@ from protocol.wire.messages import MAX_SUMMED
 
 if TYPE_CHECKING:
     from edge_client.runtime.session import Provider
-    from edge_client.submission.prepared_submission import PreparedSubmission
+    from edge_client.storage.job_folder import Shown
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +154,6 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     min_devices: int | None, **access_given: Any,
 ) -> int:  # fmt: skip
     with loading_modules():
-        _load_libraries()
         from edge_client.agent.state import Mode
         from edge_client.config import membership
         from edge_client.service.device import Device
@@ -220,48 +219,42 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     return device.run()
 
 
-def _load_libraries() -> None:
-    """Load the libraries that only jobs need, so that a missing one ends the program at its start."""
-    from edge_client.runtime.session import require_runtime
-
-    require_runtime()
-    import PIL.Image  # noqa: F401
-
-
-def _show_dry_run(prepared: "PreparedSubmission", size_bytes: int) -> None:
-    for entry in prepared.classes:
+def _show_dry_run(shown: "Shown") -> None:
+    report = shown.report
+    for entry in report.classes:
         spans = " to ".join(map(str, sorted({min(entry.counts), max(entry.counts)}))) if entry.counts else ""
-        in_rows = counted(len(entry.counts), prepared.form) + (
+        in_rows = counted(len(entry.counts), report.form) + (
             f" of {spans} {'image' if spans == '1' else 'images'}" if spans else ", too few images"
         )
         parts = [in_rows] if entry.counts or not (entry.in_blocks or entry.unused) else []
         parts += [f"{entry.in_blocks} in a block"] if entry.in_blocks else []
         parts += [f"{entry.unused} left out with their block"] if entry.unused else []
         say(f"{entry.name}: {counted(entry.images, 'image')}, {entry.held_out} held out; {', '.join(parts)}")
-    rows, size = prepared.prototypes.shape
-    for name, tensor in prepared.tensors.items():
-        if prepared.form.endswith("class sum"):
-            say(f"{name.replace('_', ' ')}: {len(tensor.data)} bytes")
+    for name, (shape, size_bytes) in shown.tensors.items():
+        if report.form.endswith("class sum"):
+            say(f"{name.replace('_', ' ')}: {size_bytes} bytes")
             continue
-        shape = " x ".join(map(str, tensor.shape))
-        say(f"change of {name} in training: {shape} float16 values, in every round")
-    for path, reason in prepared.unusable:
+        say(f"change of {name} in training: {' x '.join(map(str, shape))} float16 values, in every round")
+    for path, reason in report.unusable:
         say(f"image omitted: {path}: {reason}")
-    if (spent := prepared.privacy) is not None:
+    if (spent := shown.privacy) is not None:
         say(
             f"epsilon {spent.epsilon:.3f} for this submission, {spent.total_epsilon:.3f} for all {spent.releases} "
             f"together, at delta {spent.delta:g}; an upload will have other noise"
         )
-    if (block := prepared.block) is not None:
-        means, directions = counted(len(block.means), "class mean"), counted(len(block.rows), "direction")
-        say(f"{counted(block.images, 'image')} in a block: {means} and {directions} of {size} values each")
-    if prepared.moved:
-        say(f"{counted(prepared.moved, 'image')} of the block would count in the class of an earlier upload")
-    if prepared.dissolved:
+    if shown.block_images:
+        means, directions = counted(shown.means, "class mean"), counted(shown.directions, "direction")
         say(
-            f"dissolved blocks of {counted(prepared.dissolved, 'image')}: the groups that are whole are prototypes"
+            f"{counted(shown.block_images, 'image')} in a block: {means} and {directions} of {shown.size} values each"
         )
-    in_rows = f"{counted(rows, prepared.form)} of {size} values each: " if rows or block is None else ""
-    say(f"{in_rows}{size_bytes} bytes would be uploaded; nothing was uploaded")
-    if prepared.warning:
-        say(f"warning: {prepared.warning}")
+    if report.moved:
+        say(f"{counted(report.moved, 'image')} of the block would count in the class of an earlier upload")
+    if report.dissolved:
+        say(
+            f"dissolved blocks of {counted(report.dissolved, 'image')}: the groups that are whole are prototypes"
+        )
+    has_rows = shown.rows or not shown.block_images
+    in_rows = f"{counted(shown.rows, report.form)} of {shown.size} values each: " if has_rows else ""
+    say(f"{in_rows}{shown.size_bytes} bytes would be uploaded; nothing was uploaded")
+    if report.warning:
+        say(f"warning: {report.warning}")

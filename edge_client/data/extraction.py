@@ -24,6 +24,7 @@ from edge_client.data.decoding_memory import limit_bytes
 from edge_client.data.images import LabeledImage
 from edge_client.runtime.backbone import Backbone
 from edge_client.runtime.session import release_memory
+from edge_client.storage.culprits import Culprits
 from edge_client.storage.feature_cache import FeatureCache
 from protocol.errors import Interrupted, PrivacyRefused, ProtofleetError, StateError, UnreadableImage
 from protocol.log import event
@@ -34,11 +35,6 @@ log = logging.getLogger(__name__)
 
 ISOLATED = "+isolated"
 """The cache's tag of features that were computed in isolation."""
-
-
-_DECODING, _CRASHED = "+decoding", "+crashed"
-"""The cache's tags of images that are being decoded, and of those at which the program crashed: with the memory that it
-was allowed to use."""
 
 
 _HEADERS = 1000
@@ -93,7 +89,7 @@ def extract(  # noqa: PLR0913 - features depend on eight things
     batch_size: int,
     on_progress: Callable[[int, int], None],
     should_stop: Callable[[], bool],
-    on_stored: Callable[[], None] = lambda: None,
+    culprits: Culprits,
     alter: tuple[str, Alter] | None = None,
     isolate: Isolate | None = None,
 ) -> Extraction:
@@ -102,12 +98,12 @@ def extract(  # noqa: PLR0913 - features depend on eight things
     Before an image's feature, its `pixel_digest` is stored, unless the cache has one of the file already.
 
     An unusable image is not tried again until its file changes, unless the cause can pass by itself. An image that is
-    unusable for one backbone is skipped for those after it. Images at which `decode_suspects` crashed are tried again
-    with more memory only.
+    unusable for one backbone is skipped for those after it. `culprits` are told which images are decoded, and when features
+    are on disk; images at which jobs ended are tried again with more memory only.
 
     `open_backbone` is called with a backbone's digest only if there is something to compute, and `should_stop` before
     every run. `on_progress(cached, computed)` is called for each backbone with the images that need no computation,
-    then after each batch with its images. `on_stored` is called after every batch that puts anything into the cache.
+    then after each batch with its images.
     `alter` is a change to the images, and the tag of the changed images' features in the cache.
     With `isolate`, backbones run as it gives them, and where one fails, the image is unusable: no image influences
     another one's features, nor whether they exist.
@@ -119,7 +115,7 @@ def extract(  # noqa: PLR0913 - features depend on eight things
     """
     _forget_changed(images, cache, should_stop)
     tag, change = alter or (ISOLATED if isolate else "", None)
-    refused, known, digests = _crashed(images, cache), cache.contents(), _Digests()
+    refused, known, digests = _crashed(images, culprits), cache.contents(), _Digests()
     computed = cached = 0
     may_pass = False
     for sha256 in backbones:
@@ -133,9 +129,9 @@ def extract(  # noqa: PLR0913 - features depend on eight things
         event(log, logging.INFO, "computing features", images=len(todo), cached=len(rest) - len(todo))
         with contextlib.ExitStack() as stack:
             backbone = stack.enter_context((isolate or nullcontext)(open_backbone(sha256)))
-            stack.callback(cache.forget_unusable, _DECODING)
+            stack.callback(culprits.decoding, (), 0)
             batches = feature_batches(
-                _marked(todo, cache, batch_size),
+                _named(todo, culprits, batch_size),
                 [backbone],
                 batch_size=batch_size,
                 should_stop=should_stop,
@@ -155,36 +151,39 @@ def extract(  # noqa: PLR0913 - features depend on eight things
                 passing = [isinstance(made, Refusal) and made.may_pass for _, made in batch]
                 may_pass |= any(passing)
                 if not all(passing):
-                    on_stored()
+                    culprits.stored()
         release_memory()
     return Extraction(computed, cached, refused=tuple(sorted(refused.items())), may_pass=may_pass)
 
 
 def decode_suspects(
-    find_images: Callable[[], Sequence[LabeledImage]], cache: FeatureCache, should_stop: Callable[[], bool]
+    images: Sequence[LabeledImage], culprits: Culprits, should_stop: Callable[[], bool]
 ) -> None:
-    """Decode, one at a time, the images that an extraction was decoding when the program crashed.
+    """Decode, one at a time, the images that an extraction was decoding when its job ended.
 
-    An image at which it crashes again is left out by `extract`, until its file changes or there is more memory.
+    An image at which a job ends again is left out by `extract`, until its file changes or there is more memory.
 
     Raises:
-        ConfigError: as in `find_images`.
         Interrupted: `should_stop` returned true.
     """
-    if not (suspects := cache.unusable(_DECODING)):
+    suspects = [image for image in images if _key(image) in culprits.suspects]
+    if not suspects:
         return
-    text = "the program crashed while images were decoded: decoding them one at a time"
+    text = "a job ended while images were decoded: decoding them one at a time"
     event(log, logging.WARNING, text, images=len(suspects))
-    images = [image for image in find_images() if image.identity in suspects]
-    crashed = _crashed(images, cache)
-    for image in images:
+    crashed = _crashed(suspects, culprits)
+    for image in suspects:
         if image.path not in crashed:
             if should_stop():
                 raise Interrupted("decoding was interrupted")
-            cache.put(_CRASHED, [], [(image.identity, str(limit_bytes()))])
+            culprits.decoding([image.identity], limit_bytes())
             _decoded(image, [Preprocessing(height=224, width=224)], None, {})
-            cache.forget_unusable(_CRASHED, identity=image.identity)
-    cache.forget_unusable(_DECODING)
+        culprits.decoded(image.identity)
+    culprits.decoding((), 0)
+
+
+def _key(image: LabeledImage) -> bytes:
+    return image.identity.encode(errors="surrogateescape")
 
 
 def _forget_changed(
@@ -203,20 +202,20 @@ def _forget_changed(
         cache.renew({each.identity: has_other_pixels(each.path) for each in found[start : start + _HEADERS]})
 
 
-def _crashed(images: Sequence[LabeledImage], cache: FeatureCache) -> dict[Path, str]:
-    """Return the images at which the program crashed with hardly less memory, with the reason to leave them out."""
-    if not (limits := cache.unusable(_CRASHED)):
-        return {}
+def _crashed(images: Sequence[LabeledImage], culprits: Culprits) -> dict[Path, str]:
+    """Return the images at which jobs ended with hardly less memory, with the reason to leave them out."""
     reason = "the program crashed when it decoded this image: save it anew, with fewer pixels, or delete it"
-    most = limit_bytes()
-    return {image.path: reason for image in images if most < 1.1 * int(limits.get(image.identity, 0))}
+    limits = {image.path: memory for image in images if (memory := culprits.memory_at(image.identity))}
+    most = limit_bytes() if limits else 0
+    return {path: reason for path, memory in limits.items() if most < 1.1 * memory}
 
 
-def _marked(images: Sequence[LabeledImage], cache: FeatureCache, batch_size: int) -> Iterator[LabeledImage]:
-    """Yield images, and store which of them may be being decoded: those of the last two batches and the next one."""
+def _named(images: Sequence[LabeledImage], culprits: Culprits, batch_size: int) -> Iterator[LabeledImage]:
+    """Yield images, and name those that may be being decoded: those of the last two batches and the next one."""
+    memory = limit_bytes()
     for start in range(0, len(images), batch_size):
-        marked = images[max(0, start - 2 * batch_size) : start + batch_size]
-        cache.replace_unusable(_DECODING, [(image.identity, "") for image in marked])
+        named = images[max(0, start - 2 * batch_size) : start + batch_size]
+        culprits.decoding([image.identity for image in named], memory)
         yield from images[start : start + batch_size]
 
 

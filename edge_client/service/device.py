@@ -15,9 +15,9 @@ from edge_client.privacy.policy import may_upload
 from edge_client.service.blob_downloads import BlobDownloads, import_backbones
 from edge_client.service.duplicates import TAKE_OVER, OwnTopic
 from edge_client.service.inbox import Inbox, Message
+from edge_client.service.jobs import FromChild, JobEvent, Jobs, Scanned, ShowDryRun
 from edge_client.service.publisher import Publisher
-from edge_client.service.worker import Worker
-from edge_client.storage.crash_counter import MAX_CRASHES, task_key
+from edge_client.storage.culprits import MAX_DEATHS, task_key
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.disk_space import DiskAlmostFull, free_bytes
 from edge_client.storage.stored_values import (
@@ -50,8 +50,6 @@ from protocol.wire.presence import Duplicate
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from edge_client.submission.builder import ShowDryRun
-
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
@@ -66,14 +64,14 @@ _LOGGED = {"task": logging.ERROR, "manifest": logging.ERROR, "link": logging.WAR
 """Problems that no action of the agent logs, with their levels."""
 
 
-Incoming = mqtt.Event | events.Event | events.Exit | BaseException
-"""Events of the MQTT session, of the worker and of the agent's own actions, and errors of threads."""
+Incoming = mqtt.Event | JobEvent | events.Event | events.Exit | BaseException
+"""Events of the MQTT session, of jobs and of the agent's own actions, and errors of threads."""
 
 
 class Device:
     """One device of one fleet, on a locked state directory; in a dry run `show` takes what would be sent."""
 
-    def __init__(self, settings: Settings, store: DeviceState, *, show: "ShowDryRun | None" = None) -> None:
+    def __init__(self, settings: Settings, store: DeviceState, *, show: ShowDryRun | None = None) -> None:
         self._settings = settings
         self._store = store
         self._is_dry_run = settings.mode is Mode.DRY_RUN
@@ -82,7 +80,7 @@ class Device:
             store.set(Problems())
             store.set(Holdout(settings.holdout))
         self._events: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
-        self._worker = Worker(settings, store, emit=self._events.put, show=show)
+        self._jobs = Jobs(settings, store, emit=self._events.put, show=show)
         self._inbox = Inbox(settings, store)
         self._publisher = Publisher(settings, store, on_event=self._events.put)
         self._own_topic = OwnTopic(settings, store, self._publisher, refuse=self._inbox.refuse)
@@ -102,7 +100,7 @@ class Device:
             ProtofleetError: an expected failure that needs the operator.
         """
         self._ticked_s = time.monotonic()
-        self._worker.start()
+        self._jobs.start()
         self._publisher.start()
         try:
             self._recall()
@@ -112,7 +110,7 @@ class Device:
                 manager.alive()
                 self._handle(self._next_event())
         finally:
-            self._worker.stop()
+            self._jobs.stop()
             self._publisher.stop()
         if self._exit.code:
             raise ProtofleetError(self._exit.text)
@@ -140,7 +138,8 @@ class Device:
         if time.monotonic() >= self._next_scan_s and not self._state.building:
             self._next_scan_s = time.monotonic() + self._settings.rescan_s
             self._check_stored()
-            self._worker.check_images()
+            self._jobs.check_images()
+        self._jobs.tick()
         self._check_expiry()
         freed = frozenset(
             work
@@ -175,6 +174,9 @@ class Device:
                 raise event
             case events.Exit():
                 self._exit = event
+            case FromChild() | Scanned():
+                if (happened := self._jobs.handle(event)) is not None:
+                    self._react(happened)
             case mqtt.Received(topic=topic, payload=payload, retained=retained):
                 log_event(log, logging.DEBUG, "message received", topic=topic, bytes=len(payload))
                 message = self._inbox.receive(topic, payload, retained=retained)
@@ -316,7 +318,7 @@ class Device:
                     self._step(recalled)
                 elif self._has_failed(recalled):
                     log.error(
-                        "the stored task ended the program %d times: waiting for the broker", MAX_CRASHES
+                        "the stored task ended the program %d times: waiting for the broker", MAX_DEATHS
                     )
                     return
                 else:
@@ -326,8 +328,8 @@ class Device:
             raise ConfigError(text)
 
     def _has_failed(self, seen: events.TaskSeen) -> bool:
-        crashes = self._store.crash_counter.crashes
-        return not self._is_dry_run and crashes(task_key(seen.manifest)) >= MAX_CRASHES
+        deaths = self._store.culprits.deaths().get(task_key(seen.manifest).hex(), 0)
+        return not self._is_dry_run and deaths >= MAX_DEATHS
 
     def _step(self, event: events.Event) -> None:
         """Let the agent handle an event, and perform the actions that follow."""
@@ -342,11 +344,11 @@ class Device:
     def _perform(self, action: events.Action) -> None:  # noqa: C901, PLR0912 - one case per action
         match action:
             case events.BuildSubmission():
-                self._worker.build(action)
+                self._jobs.build(action)
             case events.InstallHead():
-                self._worker.install(action)
+                self._jobs.install(action)
             case events.CancelJobs(jobs=jobs):
-                self._worker.cancel(*jobs)
+                self._jobs.cancel(*jobs)
             case events.OpenDownload(blob=blob, missing=missing):
                 # Before any head: tasks, rounds and heads that are replaced again and again must not fill the disk.
                 self._delete_unused()

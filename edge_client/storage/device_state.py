@@ -5,31 +5,45 @@ import logging
 import os
 import platform
 import re
+import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 
 import msgspec
 
 from edge_client.storage.crash_counter import MAX_CRASHES, CrashCounter
+from edge_client.storage.culprit_record import CulpritRecord
 from edge_client.storage.image_group_record import ImageGroupRecord
+from edge_client.storage.job_folder import BLOBS, CHECKPOINTS, Result
 from edge_client.storage.outbox import Outbox
 from edge_client.storage.privacy_ledger import Ledger
 from edge_client.storage.stored_values import (
+    BackboneProvider,
     DeviceName,
     Epoch,
     HeadProblem,
     Heads,
     InstalledHead,
+    LeftOut,
     Secret,
+    StoredInitialModel,
+    StoredLocalModel,
     SubmissionSequence,
+    TaskSubmissions,
 )
 from protocol.errors import GraphRefused, ProtofleetError, StateError
 from protocol.log import event
-from protocol.storage.blobstore import BlobStore, delete_temporary_files
+from protocol.storage.blobstore import (
+    BlobStore,
+    delete_temporary_files,
+    file_digest,
+    state_errors,
+    sync,
+)
 from protocol.storage.database import Database
 from protocol.storage.elapsed_clock import ElapsedClock
 from protocol.storage.facts import Fact, Facts
@@ -75,6 +89,10 @@ CREATE TABLE image_groups (
 CREATE TABLE missing_images (image BLOB PRIMARY KEY, since_s REAL NOT NULL) STRICT, WITHOUT ROWID;
 -- Starts of what a task or a head ships, by its digest, since it last worked; `place` orders them by the newest start.
 CREATE TABLE trials (digest BLOB PRIMARY KEY, starts INTEGER NOT NULL, place INTEGER NOT NULL) STRICT;
+-- Deaths of jobs in a row while they ran a task's graphs or a head, by its digest; `place` orders them.
+CREATE TABLE deaths (digest BLOB PRIMARY KEY, deaths INTEGER NOT NULL, place INTEGER NOT NULL) STRICT;
+-- Images at which jobs ended, and the memory that these might use.
+CREATE TABLE guilty_images (image BLOB PRIMARY KEY, memory_bytes INTEGER NOT NULL) STRICT;
 """
 
 _BLOCKS = """
@@ -106,6 +124,30 @@ _KEY_ADVICE = (
     "restore it from a backup; or delete it, and run `aggregator reset-key DEVICE`, so that the aggregator accepts the "
     "key that is made in its place"
 )
+
+
+_LEFT = {
+    kind.__name__: kind
+    for kind in (
+        BackboneProvider,
+        HeadProblem,
+        Heads,
+        LeftOut,
+        StoredInitialModel,
+        StoredLocalModel,
+        SubmissionSequence,
+        TaskSubmissions,
+    )
+}
+"""Facts that jobs may change."""
+
+
+def _facts(left: Mapping[str, msgspec.Raw]) -> list[msgspec.Struct]:
+    """Return the facts that a job has left; raises StateError if it may not change one of them."""
+    try:
+        return [msgspec.json.decode(value, type=_LEFT[name]) for name, value in left.items()]
+    except (KeyError, msgspec.MsgspecError) as error:
+        raise StateError(f"unexpected facts in the result of a job: {error}") from error
 
 
 class DeviceState:
@@ -149,6 +191,7 @@ class DeviceState:
         self.image_groups = ImageGroupRecord(self._database)
         self.outbox = Outbox(self._database)
         self.crash_counter = CrashCounter(self._database, folder)
+        self.culprits = CulpritRecord(self._database)
 
     def close(self) -> None:
         """Close the files and release the folder's lock."""
@@ -240,9 +283,57 @@ class DeviceState:
 
         It is at least the time in seconds, so that it grows even if the state was lost in between.
         """
-        number = max(self.get(kind).number, above, int(time.time()) - 1) + 1
+        number = self.free_number(kind, above=above)
         self.set(kind(number))
         return number
+
+    def free_number(self, kind: type[SubmissionSequence] | type[Epoch], *, above: int = 0) -> int:
+        """Return a number as `next_number` does, without storing it."""
+        return max(self.get(kind).number, above, int(time.time()) - 1) + 1
+
+    def commit(self, folder: Path, result: Result, *facts: msgspec.Struct) -> None:
+        """Store what a job has left in a folder, and facts, all or nothing.
+
+        Raises:
+            ProtofleetError: the submission is larger than the outbox.
+            StateError: a file is not what the result names, or the disk fails; DiskAlmostFull if there is too little
+                space.
+        """
+        for digest in result.blobs:
+            self._adopt(folder / BLOBS / digest.hex(), digest)
+        with self._database.transaction():
+            self._facts.put(*_facts(result.facts), *facts)
+            if result.partition is not None:
+                self.image_groups.write(self.image_groups.read(), result.partition)
+            for kept in result.kept:
+                item = kept.item
+                if not kept.file:
+                    self.outbox.assign(item, item.task)
+                elif (
+                    self.outbox.keep(
+                        item.kind,
+                        folder / Path(kept.file).name,
+                        task=item.task,
+                        about=item.about,
+                        deletes_keys=result.was_released,
+                    ).digest
+                    != item.digest
+                ):
+                    raise StateError(f"{folder / kept.file} was changed on disk: try again")
+        if result.was_released:
+            self._database.empty_log()
+        with state_errors(self.folder):
+            shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
+        self.clock.keep()
+
+    def _adopt(self, file: Path, digest: bytes) -> None:
+        """Move a blob that a job has made to the others."""
+        if file_digest(file) != digest:
+            raise StateError(f"{file} was changed on disk: try again")
+        with state_errors(file):
+            sync(file)
+            file.replace(self.blobs.path(digest))
+            sync(self.blobs.folder)
 
     def take_over(self) -> str:
         """Let this state continue although another program with its key was started later; returns what follows."""

@@ -5,9 +5,11 @@ submission acknowledged last is kept too, for an aggregator that has lost its st
 """
 
 import hashlib
+import io
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 
@@ -15,6 +17,7 @@ from edge_client.agent.state import Kind, UploadItem
 from edge_client.storage.disk_space import require_space
 from protocol.errors import ProtofleetError
 from protocol.log import event
+from protocol.storage.blobstore import file_digest, state_errors
 from protocol.storage.database import Database
 from protocol.storage.facts import Facts
 from protocol.wire.codec import digest_of
@@ -30,6 +33,15 @@ _PIECE_BYTES = 2**20
 """Of an item, read at once."""
 
 
+def require_room(size_bytes: int) -> None:
+    """Raise ProtofleetError if a submission of so many bytes does not fit the outbox."""
+    if size_bytes > LIMIT_BYTES:
+        raise ProtofleetError(
+            f"the submission has {size_bytes:,} bytes and does not fit the outbox, which holds {LIMIT_BYTES:,}: "
+            "use fewer features (`layers`) or a larger `min_images` in the task file"
+        )
+
+
 class Outbox:
     """A device's upload queue, in which submissions may take LIMIT_BYTES; evaluations are small."""
 
@@ -39,32 +51,29 @@ class Outbox:
     def keep(
         self,
         kind: Kind,
-        payload: bytes,
+        payload: bytes | Path,
         *,
         task: bytes,
         about: str,
         facts: tuple[msgspec.Struct, ...] = (),
-        delete_secrets: Callable[[], None] | None = None,
+        deletes_keys: bool = False,
     ) -> UploadItem:
         """Replace the waiting item of a kind, and an equal acknowledged one; store facts with it, all or nothing.
 
-        `delete_secrets` is called in the same transaction. What it deletes is in no file afterwards.
+        `payload` may be a file, which is read in pieces. With `deletes_keys` the noise keys of releases are deleted in
+        the same transaction, and are in no file afterwards.
 
         Raises:
             ProtofleetError: the submission is larger than the outbox.
             StateError: the disk is full or fails; DiskAlmostFull if a submission would use the reserve. In all
                 cases the waiting item stays.
         """
-        size = len(payload)
-        if kind == "submission" and size > LIMIT_BYTES:
-            raise ProtofleetError(
-                f"the submission has {size:,} bytes and does not fit the outbox, which holds {LIMIT_BYTES:,}: "
-                "use fewer features (`layers`) or a larger `min_images` in the task file"
-            )
+        size = len(payload) if isinstance(payload, bytes) else payload.stat().st_size
         if kind == "submission":
+            require_room(size)
             # SQLite writes it to its log first.
             require_space(self._database.path.parent, 2 * size, what="the submission")
-        digest = digest_of(payload)
+        digest = digest_of(payload) if isinstance(payload, bytes) else file_digest(payload)
         with self._database.transaction() as database:
             database.execute(
                 "DELETE FROM outbox WHERE kind = ? AND (received = 0 OR digest = ?)", (kind, digest)
@@ -74,13 +83,19 @@ class Outbox:
                 database.execute(
                     "DELETE FROM outbox WHERE kind = ? AND size_bytes > ?", (kind, LIMIT_BYTES - size)
                 )
-            row = database.execute("INSERT INTO payloads (bytes) VALUES (?)", (payload,)).lastrowid
+            row = database.execute("INSERT INTO payloads (bytes) VALUES (zeroblob(?))", (size,)).lastrowid
+            with (
+                database.blobopen("payloads", "bytes", row) as blob,
+                io.BytesIO(payload) if isinstance(payload, bytes) else payload.open("rb") as file,
+            ):
+                while piece := file.read(_PIECE_BYTES):
+                    blob.write(piece)
             values = (kind, task, digest, about, size, row)
             database.execute("INSERT INTO outbox VALUES (?, 0, ?, ?, ?, ?, ?)", values)
             Facts(self._database).put(*facts)
-            if delete_secrets is not None:
-                delete_secrets()
-        if delete_secrets is not None:
+            if deletes_keys:
+                database.execute("UPDATE releases SET key = NULL")
+        if deletes_keys:
             self._database.empty_log()
         return UploadItem(digest, size, kind, task, about)
 
@@ -138,6 +153,13 @@ class Outbox:
         """Return all bytes of an item; None if a newer item has replaced it, or they have changed on disk."""
         pieces = self.read(item.digest, ((0, item.size_bytes),))
         return pieces[0] if pieces and digest_of(pieces[0]) == item.digest else None
+
+    def write(self, item: UploadItem, file: Path) -> None:
+        """Write the bytes of an item to a file."""
+        with state_errors(file), file.open("wb") as written:
+            for start in range(0, item.size_bytes, _PIECE_BYTES):
+                for piece in self.read(item.digest, ((start, start + _PIECE_BYTES),)) or ():
+                    written.write(piece)
 
     def receive(self, digest: bytes, *, facts: tuple[msgspec.Struct, ...] = ()) -> bool:
         """Record that the aggregator has an item for good, and return whether it was still waiting.

@@ -85,10 +85,6 @@ class Ledger:
         with self._database.transaction() as database:
             database.execute("UPDATE releases SET content = ? WHERE number = ?", (content, number))
 
-    def delete_keys(self) -> None:
-        """Delete the noise keys, in the transaction that is open in this thread."""
-        self._database.write("UPDATE releases SET key = NULL")
-
     def _marked(self) -> int:
         if not self._marker.exists():
             return 0

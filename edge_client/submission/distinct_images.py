@@ -30,12 +30,12 @@ class DistinctImages:
         usable = {image.relative for image in found.usable}
         self.replaced = {key for relative, key in workspace.replaced.items() if relative in usable}
         self.places = {key: tuple(places) for key, places in self._images.items()}
-        there = {keys[identity] for identity in workspace.scanned or () if identity in keys}
+        there = {keys[identity] for identity in workspace.scan.identities if identity in keys}
         self.unusable = there - self.places.keys()
 
     def seen(self, partition: Partition) -> set[str]:
         """Return the task's classes, and those of blocks that are no folder or label any more."""
-        unknown = self._workspace.unknown_names
+        unknown = self._workspace.scan.unknown_names
         names = {group.name for group in partition.groups.values()} | {*partition.moved.values()}
         return {*self._task.classes, *(name for name in names if normal(name) not in unknown)}
 

@@ -9,7 +9,6 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from edge_client.data.class_prior import MAX_VALUES, adjusted, choose, label_shares
-from edge_client.data.images import find_images
 from edge_client.predict.head import Head
 from edge_client.submission.image_features import Workspace, backbone_digests
 from protocol.errors import ConfigError, Interrupted
@@ -173,7 +172,7 @@ def held_out_images(workspace: Workspace, manifest: TaskManifest) -> list[list[s
     if workspace.is_bounded(manifest):
         return members
     try:
-        images = find_images(workspace.settings.data, manifest.classes)
+        images = workspace.find_images(manifest)
     except ConfigError as error:
         event(log, logging.WARNING, "no image to evaluate the head on", error=error)
         return members

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from edge_client.agent.events import HeadInstalled, InstallHead
+from edge_client.agent.events import InstallHead
 from edge_client.agent.state import UploadItem, head_key
 from edge_client.predict.head import open_installed
 from edge_client.privacy.policy import HEAD_REFUSED
 from edge_client.runtime.backbone import Backbone
 from edge_client.runtime.onnx_model import isolated_models
+from edge_client.storage.job_folder import HEAD_IN_USE, Installed, Line
 from edge_client.storage.stored_values import HeadProblem, Heads, InstalledHead, SubmissionReport
 from edge_client.submission.head_evaluation import (
     balanced,
@@ -32,9 +33,6 @@ from protocol.wire.messages import Evaluation
 
 log = logging.getLogger(__name__)
 
-HEAD_IN_USE = "head in use"
-"""The event that a head is installed."""
-
 
 @dataclass(frozen=True)
 class _Candidate:
@@ -52,8 +50,10 @@ class HeadInstaller:
         self._workspace = workspace
         self._store = workspace.store
         self._rounds = rounds
+        self.line: Line | None = None
+        """The line to log once the head is in use."""
 
-    def install(self, install: InstallHead, should_stop: Callable[[], bool]) -> HeadInstalled:
+    def install(self, install: InstallHead, should_stop: Callable[[], bool]) -> Installed:
         """Install and evaluate a head; a head that cannot be used is refused with a report.
 
         There is no report if this device cannot run any head of the task: it has no vote on this one.
@@ -67,7 +67,7 @@ class HeadInstaller:
             candidate = self._prepare(install, should_stop)
             has_vote = True
             with self._graphs(install):
-                return HeadInstalled(key, self._try(install, candidate, should_stop))
+                return Installed(head=key, report=self._try(install, candidate, should_stop))
         except StateError:
             raise
         except ProtofleetError as error:
@@ -78,7 +78,8 @@ class HeadInstaller:
             has_vote |= isinstance(error, GraphRefused) and not isinstance(error, CrashedBefore)
         reason = f"head {install.head.version} refused, the previous head stays in use: {problem}"
         self._store.set(HeadProblem(reason))
-        return HeadInstalled(key, self._report(install, problem) if has_vote else None, reason)
+        report = self._report(install, problem) if has_vote else None
+        return Installed(head=key, report=report, reason=reason)
 
     def _report(self, install: InstallHead, problem: str) -> UploadItem:
         zeros = (0,) * len(install.manifest.classes)
@@ -120,7 +121,7 @@ class HeadInstaller:
         # The head in use before this one, also of another task; this one may be in use already.
         before = filter(None, (heads.installed, heads.previous))
         previous = next((head for head in before if head.key != installed.key), None)
-        with self._store.crash_counter.guard(installed.key, what="the head"):
+        with self._workspace.culprits.running(installed.key, what="the head"):
             head = open_installed(self._store.blobs, installed, candidate.backbones)
             evaluation = evaluate_head(
                 self._workspace,
@@ -155,16 +156,18 @@ class HeadInstaller:
             about=installed.key.hex(),
             facts=(Heads(installed, previous), HeadProblem()),
         )
-        event(
-            log,
+        self.line = Line(
+            log.name,
             logging.INFO,
             HEAD_IN_USE,
-            head=reference.version,
-            round=reference.round,
-            accuracy=f"{correct / total:.1%} ({correct}/{total})" if total else None,
-            with_prior=f"{with_prior / total:.1%}" if with_prior is not None and total else None,
-            over_all_classes=None if installed.balanced is None else f"{installed.balanced:.1%}",
-            canary=True if install.as_canary else None,
+            {
+                "head": reference.version,
+                "round": reference.round,
+                "accuracy": f"{correct / total:.1%} ({correct}/{total})" if total else None,
+                "with_prior": f"{with_prior / total:.1%}" if with_prior is not None and total else None,
+                "over_all_classes": None if installed.balanced is None else f"{installed.balanced:.1%}",
+                "canary": True if install.as_canary else None,
+            },
         )
         return report
 
@@ -180,7 +183,7 @@ class HeadInstaller:
         It has its own trial: a previous head that fails is no obstacle to its successor.
         """
         try:
-            with self._store.crash_counter.guard(previous.key, what="the previous head", max_crashes=1):
+            with self._workspace.culprits.running(previous.key, what="the previous head", max_deaths=1):
                 head = open_installed(self._store.blobs, previous, candidate.backbones)
                 answers = count_answers(
                     self._workspace,

@@ -3,33 +3,30 @@
 import contextlib
 import itertools
 import logging
-import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.config import Settings
-from edge_client.data import file_ages
-from edge_client.data.extraction import ISOLATED, Alter, Isolate, extract
-from edge_client.data.file_ages import FileAges
+from edge_client.data.extraction import ISOLATED, Alter, Isolate, decode_suspects, extract
 from edge_client.data.holdout import held_out
-from edge_client.data.images import ImageScan, LabeledImage, NoImages, log_skipped, name_some, scan_images
+from edge_client.data.image_scanner import Scan, path_of
+from edge_client.data.images import LabeledImage, NoImages, name_some
 from edge_client.privacy.perturbation import cache_tag, perturb_image
 from edge_client.privacy.policy import FAILED, is_bounded, is_private
 from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.runtime.session import Provider
-from edge_client.storage.crash_counter import MAX_CRASHES, task_key
+from edge_client.storage.culprits import MAX_DEATHS, Culprits, task_key
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
+from edge_client.storage.job_folder import Charge, Doing, Grant
 from edge_client.storage.stored_values import BackboneProvider, LeftOut
-from edge_client.submission.extraction_progress import ProgressReporter
+from edge_client.submission.job_progress import ExtractionCounter, JobProgress
 from protocol.cli import plain
 from protocol.errors import BackboneMismatch, ConfigError, Interrupted, PrivacyFailed
 from protocol.log import event
@@ -37,8 +34,6 @@ from protocol.models.preprocessing import Preprocessing
 from protocol.wire.messages import BlobRef, TaskManifest
 
 log = logging.getLogger(__name__)
-
-BEING_WRITTEN = "still being written: a later scan uses it"
 
 
 @dataclass(frozen=True)
@@ -70,48 +65,48 @@ class Workspace:
     settings: Settings
     store: DeviceState
     cache: FeatureCache
+    find: Callable[[Sequence[str]], Scan]
+    """Returns a scan of the data folder for the classes of a task."""
     dry_run: bool = False
+    culprits: Culprits = field(default_factory=Culprits)
+    charge: Callable[[Charge], Grant] | None = None
+    """Charges a release under differential privacy."""
+    sealing_key: bytes = field(default=b"", repr=False)
+    """The device's private key, with which masks are sealed, once a release was granted."""
+    show_progress: Callable[[Doing], None] = lambda _: None
     isolate: Isolate = Backbone.isolated
     """Runs backbones under differential privacy."""
-    ages: FileAges = field(default_factory=FileAges)
-    on_stored: Callable[[], None] = field(default_factory=lambda: _do_nothing, init=False)
-    """Called when results are on disk, which `run_task` counts as progress."""
     is_incomplete: bool = field(default=False, init=False)
     """True if a later build may use images that the last one could not, although no file changes."""
-    scanned: tuple[str, ...] | None = field(default=None, init=False)
-    """The identities of the images that were found last, or the error with which that failed; None before the first."""
+    scan: Scan = field(default_factory=Scan, init=False)
+    """The last scan of the data folder."""
     awaits_block: bool = field(default=False, init=False)
     """True if the last build was made without a block that awaits an image."""
-    unknown_names: frozenset[str] = field(default=frozenset(), init=False)
-    """The folders or labels of the last scan that are no class of the task, as `normal` returns them."""
     replaced: dict[str, bytes] = field(default_factory=dict, init=False)
     """By relative paths, the digests of images in whose files extractions have found others, even if interrupted."""
-    _being_written: frozenset[str] = field(default=frozenset(), init=False)
-    """The relative paths of the files that the last scan left out, because they may be incomplete."""
-    _classes: tuple[str, ...] = field(default=(), init=False)
-    """Of the last scan."""
-    _logged: set[str] = field(default_factory=set, init=False)
-    """Reasons to skip files that were logged."""
-    _left_out: LeftOut = field(default_factory=LeftOut, init=False)
     _backbones: dict[tuple[str, Provider], Backbone] = field(default_factory=dict, init=False)
 
     @contextlib.contextmanager
     def run_task(
         self, manifest: TaskManifest, *, purpose: Literal["build", "install"] = "build"
     ) -> Iterator[None]:
-        """Count a start of a task's graphs, as `CrashCounter.guard` does; a dry run is how the operator tries it again.
+        """Name the task's graphs, as `Culprits.running` does; a dry run is how the operator tries them again.
 
         Raises:
-            CrashedBefore: they have ended the program too often.
+            CrashedBefore: they have ended too many jobs.
         """
-        what = "the task's graphs: waiting for another task; to try it again, run edge-client with --dry-run"
-        key, max_crashes = task_key(manifest, purpose=purpose), None if self.dry_run else MAX_CRASHES
-        with self.store.crash_counter.guard(key, what=what, max_crashes=max_crashes) as progress:
-            self.on_stored = progress
-            try:
-                yield
-            finally:
-                self.on_stored = _do_nothing
+        what = "the task's graphs: waiting for another task; to try it again, run `edge-client dry-run`"
+        key, max_deaths = task_key(manifest, purpose=purpose), None if self.dry_run else MAX_DEATHS
+        with self.culprits.running(key, what=what, max_deaths=max_deaths):
+            yield
+
+    def decode_suspects(self, images: Sequence[LabeledImage], should_stop: Callable[[], bool]) -> None:
+        """Decode images singly at one of which a job may have ended."""
+        decode_suspects(images, self.culprits, should_stop)
+
+    def take_over(self, before: "Workspace") -> None:
+        """Continue an earlier job: its backbones stay open, and it has noted which images were replaced."""
+        self._backbones, self.replaced = before._backbones, before.replaced
 
     def is_bounded(self, manifest: TaskManifest) -> bool:
         """Return whether messages about a task must not reveal images."""
@@ -140,58 +135,24 @@ class Workspace:
             with isolate(backbone) as isolated:
                 isolated.features(np.zeros((1, spec.height, spec.width, 3), np.uint8))
 
-    def find_images(self, manifest: TaskManifest) -> tuple[LabeledImage, ...]:
-        """Find the complete images; what is left out is logged, and stored for `edge-client status`.
+    def progress(self, label: str) -> JobProgress:
+        """Return what shows the progress of something."""
+        return JobProgress(label, self.show_progress)
 
-        Where the first scan finds files that were changed a moment ago, it is repeated once they may be complete.
+    def find_images(self, manifest: TaskManifest) -> tuple[LabeledImage, ...]:
+        """Find the complete images; what is left out is stored for `edge-client status`.
 
         Raises:
             ConfigError: the data folder cannot be read.
         """
-        data = self.settings.data
-        try:
-            scan, ages = self._scan(manifest)
-        except ConfigError as error:
-            self.scanned, self._being_written = (str(error),), frozenset()
-            raise
-        is_complete = [age_s >= file_ages.SETTLE_S for age_s in ages]
-        images = tuple(itertools.compress(scan.images, is_complete))
-        incomplete = [
-            image.relative for image, complete in zip(scan.images, is_complete, strict=True) if not complete
-        ]
-        self.scanned, self._being_written = tuple(image.identity for image in images), frozenset(incomplete)
-        self.unknown_names = scan.unknown_names
-        skipped = {BEING_WRITTEN: len(incomplete), **scan.skipped} if incomplete else scan.skipped
-        before, now = self._left_out, LeftOut(scan.unknown, skipped, self._left_out.unusable)
-        if now.unknown and now.unknown != before.unknown:
-            text = "no class of the task, images left out: rename the folders, or add the classes to the task file"
-            event(log, logging.WARNING, text, unknown=name_some(now.unknown), data=data)
-        log_skipped(now.skipped, self._logged, data)
-        self._note(now)
-        return images
-
-    def _scan(self, manifest: TaskManifest) -> tuple[ImageScan, list[float]]:
-        """Return what the data folder has, and the images' ages; at the first scan for these classes after a pause."""
-        if manifest.classes != self._classes:
-            self._classes = manifest.classes
-            self.ages.forget()
-        is_first = self.ages.is_new
-        scan = scan_images(self.settings.data, manifest.classes)
-        ages = self.ages.update(scan.images)
-        if is_first and (pause_s := file_ages.SETTLE_S - min(ages, default=math.inf)) > 0:
-            time.sleep(pause_s)
-            scan = scan_images(self.settings.data, manifest.classes)
-            ages = self.ages.update(scan.images)
-        return scan, ages
-
-    def missing(self, earlier: Iterable[str]) -> set[str]:
-        """Return the identities of an earlier scan that the last one misses, without files that are being written."""
-        missing = set(earlier).difference(self.scanned or ())
-        return {each for each in missing if _path_of(each) not in self._being_written}
+        self.scan = scan = self.find(manifest.classes)
+        if scan.problem:
+            raise ConfigError(scan.problem)
+        self._note(LeftOut(scan.unknown, scan.skipped, self.store.get(LeftOut).unusable))
+        return scan.images
 
     def _note(self, left_out: LeftOut) -> None:
         """Store what is left out for `edge-client status`, if it has changed."""
-        self._left_out = left_out
         if not self.dry_run and left_out != self.store.get(LeftOut):
             self.store.set(left_out)
 
@@ -218,7 +179,7 @@ class Workspace:
         alter, settings = _perturbation(manifest, self.secret(manifest)), self.settings
         images = self.find_images(manifest) if images is None else images
         if not images and not is_private(manifest):
-            left_out = f"; left out: {name_some(self._left_out.unknown)}" if self._left_out.unknown else ""
+            left_out = f"; left out: {name_some(self.scan.unknown)}" if self.scan.unknown else ""
             raise NoImages(
                 f"no image of the task's classes ({name_some(manifest.classes)}) in {settings.data}{left_out}: this "
                 "device uploads nothing, and receives heads"
@@ -234,22 +195,20 @@ class Workspace:
             raise Interrupted("extraction was interrupted; what was computed is stored")
         useless = {path for path, _ in unusable}
         named = tuple((plain(str(path)), plain(reason)) for path, reason in sorted(unusable))
-        self._note(msgspec.structs.replace(self._left_out, unusable=named))
+        self._note(LeftOut(self.scan.unknown, self.scan.skipped, named))
         usable = tuple(image for image in images if image.path not in useless)
         return FoundImages(usable, tuple(sorted(unusable)), kept)
 
     def forget_deleted(self, manifest: TaskManifest, images: Sequence[LabeledImage]) -> None:
         """Delete the features of images that do not exist any more, and note the images that were replaced."""
         paths, identities = {image.relative for image in images}, {image.identity for image in images}
-        before = {
-            _path_of(identity): (identity, digest) for identity, digest in self.cache.contents().items()
-        }
+        before = {path_of(identity): (identity, digest) for identity, digest in self.cache.contents().items()}
         self.replaced |= {
             path: digest
             for path, (identity, digest) in before.items()
             if path in paths and identity not in identities
         }
-        identities |= {identity for path, (identity, _) in before.items() if path in self._being_written}
+        identities |= {identity for path, (identity, _) in before.items() if path in self.scan.being_written}
         self.cache.prune(identities, *backbone_digests(manifest), *training_feature_keys(manifest))
 
     def _compute(
@@ -267,8 +226,8 @@ class Workspace:
         for image in images:
             parts[alter is not None and image.relative not in kept].append(image)
         unusable: list[tuple[Path, str]] = []
-        reporter = ProgressReporter(
-            None if self.dry_run else self.store, images=len(images), backbones=len(manifest.backbones)
+        reporter = ExtractionCounter(
+            self.show_progress, images=len(images), backbones=len(manifest.backbones)
         )
         with contextlib.closing(reporter):
             for is_altered, part in parts.items():
@@ -281,7 +240,7 @@ class Workspace:
                     ),
                     batch_size=self.settings.batch_size,
                     on_progress=reporter.advance,
-                    on_stored=self.on_stored,
+                    culprits=self.culprits,
                     should_stop=should_stop,
                     alter=alter if is_altered else None,
                     isolate=self.isolate if is_private(manifest) else None,
@@ -342,15 +301,6 @@ class Workspace:
             log.warning("%s", backbone.model.note)
         self.store.set(BackboneProvider(backbone.model.provider))
         return backbone
-
-
-def _path_of(identity: str) -> str:
-    """Return the relative path in an image's identity."""
-    return identity.split("-", 2)[-1]
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def prototype_columns(task: TaskManifest, feature_size: int) -> NDArray[np.intp] | slice:

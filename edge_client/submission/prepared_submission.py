@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from edge_client.data.principal_prototypes import principal_prototypes
@@ -15,6 +16,7 @@ from edge_client.data.prototype_averaging import average
 from edge_client.privacy.noise import subkey
 from edge_client.privacy.perturbation import MAX_FLOAT16, perturb_prototypes
 from edge_client.privacy.policy import FAILED, is_private
+from edge_client.storage.job_folder import Shown
 from edge_client.storage.stored_values import ClassReport, SubmissionForm, SubmissionReport
 from edge_client.submission.image_features import (
     FoundImages,
@@ -70,7 +72,6 @@ class PreparedSubmission:
     form: SubmissionForm = "prototype"
     warning: str = ""
     """A warning about the upload, for the device's owner; empty if there is none."""
-    lost_images: str = ""
     block: PrincipalPrototypes | None = None
     moved: int = 0
     dissolved: int = 0
@@ -92,11 +93,29 @@ class PreparedSubmission:
         unusable = tuple((plain(str(path)), plain(reason)) for path, reason in self.unusable)
         is_private = self.privacy is not None
         return SubmissionReport(
-            *(self.classes, unusable, size_bytes, self.form, self.warning, self.lost_images, is_private),
+            *(self.classes, unusable, size_bytes, self.form, self.warning, "", is_private),
             directions=0 if self.block is None else len(self.block.rows),
             moved=self.moved,
             dissolved=self.dissolved,
         )
+
+    def shown(self, size_bytes: int) -> Shown:
+        """Return what a dry run shows."""
+        rows, size = self.prototypes.shape
+        tensors = {
+            name: (tuple(map(int, tensor.shape)), len(tensor.data)) for name, tensor in self.tensors.items()
+        }
+        shown = Shown(
+            report=self.report(size_bytes),
+            rows=rows,
+            size=size,
+            tensors=tensors,
+            size_bytes=size_bytes,
+            privacy=self.privacy,
+        )
+        if (block := self.block) is None:
+            return shown
+        return replace(shown, block_images=block.images, means=len(block.means), directions=len(block.rows))
 
 
 def prepare_prototypes(workspace: Workspace, task: TaskManifest, found: FoundImages) -> PreparedSubmission:

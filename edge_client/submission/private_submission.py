@@ -7,8 +7,6 @@ then charged once and made twice.
 
 import hashlib
 import logging
-import os
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -18,12 +16,12 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from edge_client.data.images import LabeledImage
-from edge_client.privacy.noise import KEY_BYTES, subkey
-from edge_client.privacy.policy import BUDGET, FAILED, SUBMITTED
+from edge_client.privacy.noise import subkey
+from edge_client.privacy.policy import FAILED, SUBMITTED
 from edge_client.privacy.sum_mechanism import NoisySums, noisy_sums
 from edge_client.storage.disk_space import DiskAlmostFull
-from edge_client.storage.privacy_ledger import Release
-from edge_client.storage.stored_values import ClassReport, PrivacySpent
+from edge_client.storage.job_folder import Charge
+from edge_client.storage.stored_values import ClassReport
 from edge_client.submission.distinct_images import DistinctImages
 from edge_client.submission.image_features import (
     FoundImages,
@@ -33,15 +31,12 @@ from edge_client.submission.image_features import (
 from edge_client.submission.prepared_submission import PreparedSubmission
 from protocol.errors import GraphRefused, Interrupted, PrivacyFailed, PrivacyRefused
 from protocol.log import event
-from protocol.statistics.noisy_sums import UNITS, epsilon_of_sums, share_of_noise
+from protocol.statistics.noisy_sums import UNITS, share_of_noise
 from protocol.statistics.public_map import PublicMap, read_map
 from protocol.wire.codec import decode, digest_of, to_array, to_tensor
-from protocol.wire.messages import MAX_IMAGES, DifferentialPrivacy, Privacy, Submission, TaskManifest
+from protocol.wire.messages import MAX_IMAGES, Privacy, Submission, TaskManifest
 
 log = logging.getLogger(__name__)
-
-_VERSION = b"5"
-"""Version of the mechanism; changes when the same key would give other noise."""
 
 
 def prepare_private(
@@ -95,15 +90,14 @@ def _prepare(
     public: PublicMap,
     should_stop: Callable[[], bool],
 ) -> PreparedSubmission:
-    wanted, secret = manifest.differential_privacy, workspace.secret(manifest)
-    operator = manifest.second_operator
-    if wanted is None or len(secret) != KEY_BYTES:
+    wanted, operator, charge = manifest.differential_privacy, manifest.second_operator, workspace.charge
+    if wanted is None or charge is None:
         raise PrivacyFailed(FAILED)
     workspace.forget_deleted(manifest, images)  # also if the budget is spent
-    submitted = None if workspace.dry_run else _submitted(workspace, task)
-    release = _charge(
-        workspace, _fingerprint(task, secret, images), wanted, is_submitted=submitted is not None
-    )
+    labels = digest_of(",".join(str(image.label) for image in images).encode())
+    listed = Charge(labels, digest_of(_digest_of_names(images)))
+    release = charge(listed).release
+    workspace.decode_suspects(images, should_stop)
     if release.content is None and not workspace.dry_run:
         workspace.cache.forget_unusable(*training_feature_keys(manifest))
     found = workspace.extract(manifest, should_stop, images)
@@ -114,10 +108,10 @@ def _prepare(
         rows.append(public.rows(features))
         # What is summed, so that the noise is never for other sums: another machine may round other rows.
         content.update(_digest_of_names(of_class) + hashlib.sha256(rows[-1].tobytes()).digest())
-    release = _bind(workspace, release, content.digest(), wanted)
-    if release.key is None and submitted is not None:
-        return _again(manifest, found, submitted)
-    key = subkey(release.key or b"", content.digest())
+    granted = charge(msgspec.structs.replace(listed, content=content.digest()))
+    if granted.release.key is None:
+        return _again(workspace, task, manifest, found)
+    key = subkey(granted.release.key, content.digest())
     sums = noisy_sums(
         np.concatenate(rows),
         np.repeat(np.arange(len(members)), list(map(len, members))),
@@ -127,24 +121,19 @@ def _prepare(
         else share_of_noise(wanted.noise_multiplier, honest=operator.honest),
         key=subkey(key, b"sums"),
     )
-    cost = _cost(_with(workspace.store.ledger.releases(), release), wanted)
-    prepared = _prepared(manifest, found, sums, cost)
+    prepared = _prepared(manifest, found, sums, granted.privacy)
     return replace(prepared, mask_key=subkey(key, b"mask")) if operator else prepared
 
 
-def _submitted(workspace: Workspace, task: bytes) -> Submission | None:
-    """Return the newest release's submission if it is in the outbox, intact, and was made for this task."""
-    outbox, newest = workspace.store.outbox, len(workspace.store.ledger.releases())
-    for item in outbox.items():
-        if (item.kind, item.task) == ("submission", task) and (payload := outbox.payload(item)) is not None:
-            submission = decode(payload, Submission, max_bytes=len(payload))
-            if submission.privacy is not None and submission.privacy.releases == newest:
-                return submission
-    return None
-
-
-def _again(manifest: TaskManifest, found: FoundImages, submitted: Submission) -> PreparedSubmission:
+def _again(
+    workspace: Workspace, task: bytes, manifest: TaskManifest, found: FoundImages
+) -> PreparedSubmission:
     """Return a release whose noise key is deleted, as it was submitted."""
+    item = workspace.store.outbox.newest_submission()
+    payload = None if item is None or item.task != task else workspace.store.outbox.payload(item)
+    if payload is None:
+        raise PrivacyFailed(FAILED)
+    submitted = decode(payload, Submission, max_bytes=len(payload))
     if submitted.mask is not UNSET:
         raise PrivacyRefused(SUBMITTED)
     counts = to_array(submitted.counts).astype(np.uint32)
@@ -203,85 +192,5 @@ def _reports(
     )
 
 
-def _fingerprint(task: bytes, secret: bytes, images: Sequence[LabeledImage]) -> bytes:
-    """Return a digest of what determines a release before any image is read."""
-    labels = ",".join(str(image.label) for image in images).encode()
-    parts = (secret, labels, _digest_of_names(images))
-    return digest_of(_VERSION + task + b"".join(map(digest_of, parts)))
-
-
 def _digest_of_names(images: Sequence[LabeledImage]) -> bytes:
     return digest_of("\0".join(image.identity for image in images).encode(errors="surrogateescape"))
-
-
-def _charge(
-    workspace: Workspace, fingerprint: bytes, wanted: DifferentialPrivacy, *, is_submitted: bool
-) -> Release:
-    """Return the release of a fingerprint; the newest one is not charged again, but has to be within the limits.
-
-    Without its key it is charged again if its submission is lost.
-    """
-    before = workspace.store.ledger.releases()
-    if before and before[-1].fingerprint == fingerprint:
-        newest = before[-1]
-        if workspace.dry_run and newest.key is None:
-            newest = msgspec.structs.replace(newest, key=os.urandom(KEY_BYTES))
-        if newest.key is not None or is_submitted:
-            _require_budget(workspace, before, wanted)  # the owner may have lowered the limit since
-            return newest
-    return _charge_new(workspace, before, fingerprint, None, wanted)
-
-
-def _bind(workspace: Workspace, release: Release, content: bytes, wanted: DifferentialPrivacy) -> Release:
-    """Return the release whose noise is for these features; if it was for others, a new one, which is charged."""
-    if release.content == content:
-        return release
-    if release.content is not None:
-        before = workspace.store.ledger.releases()
-        return _charge_new(workspace, before, release.fingerprint, content, wanted)
-    if not workspace.dry_run:
-        workspace.store.ledger.bind(release.number, content)
-    return msgspec.structs.replace(release, content=content)
-
-
-def _charge_new(
-    workspace: Workspace,
-    before: tuple[Release, ...],
-    fingerprint: bytes,
-    content: bytes | None,
-    wanted: DifferentialPrivacy,
-) -> Release:
-    key = os.urandom(KEY_BYTES)
-    release = Release(len(before) + 1, fingerprint, wanted.noise_multiplier, key, content)
-    spent = _require_budget(workspace, (*before, release), wanted)
-    if not workspace.dry_run:
-        workspace.store.ledger.charge(release, spent)
-    return release
-
-
-def _require_budget(
-    workspace: Workspace, releases: tuple[Release, ...], wanted: DifferentialPrivacy
-) -> PrivacySpent:
-    """Return what the releases cost together; raises PrivacyRefused if it is above the task's or the owner's limit."""
-    own_limit, cost = workspace.settings.max_epsilon, _cost(releases, wanted)
-    limit = wanted.max_epsilon if own_limit is None else min(wanted.max_epsilon, own_limit)
-    if not cost.total_epsilon <= limit:
-        text = "privacy budget exceeded, nothing is uploaded"
-        event(log, logging.ERROR, text, total_epsilon=cost.total_epsilon, max_epsilon=limit)
-        raise PrivacyRefused(BUDGET)
-    return PrivacySpent(cost.epsilon, cost.total_epsilon, cost.delta, len(releases), limit)
-
-
-def _with(releases: tuple[Release, ...], release: Release) -> tuple[Release, ...]:
-    """Return the recorded releases and one that a dry run has not recorded."""
-    return (*releases[: release.number - 1], release)
-
-
-def _cost(releases: tuple[Release, ...], wanted: DifferentialPrivacy) -> Privacy:
-    multipliers = Counter(release.noise_multiplier for release in releases)
-    return Privacy(
-        epsilon=epsilon_of_sums({wanted.noise_multiplier: 1}, delta=wanted.delta),
-        total_epsilon=epsilon_of_sums(multipliers, delta=wanted.delta),
-        delta=wanted.delta,
-        releases=len(releases),
-    )

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from edge_client.agent.state import UploadItem
 from edge_client.data.images import LabeledImage
 from edge_client.storage.disk_space import require_space
+from edge_client.storage.job_folder import CHECKPOINTS
 from edge_client.storage.stored_values import (
     StoredInitialModel,
     StoredLocalModel,
@@ -35,7 +37,6 @@ class RoundTraining:
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
         self._store = workspace.store
-        self._checkpoint_file = workspace.store.folder / "training.checkpoint"
 
     def existing_submission(self, task: bytes, manifest: RoundManifest, *, above: int) -> UploadItem | None:
         """Return the round's submission if it was built before, renumbered if its sequence must exceed `above`."""
@@ -78,19 +79,21 @@ class RoundTraining:
         images_digest = digest_of(names.encode(errors="surrogateescape")).hex()
         about = (task.hex(), round_manifest.number, round_manifest.tensors.digest.hex(), images_digest)
 
+        file = self._store.folder / CHECKPOINTS / digest_of(encode(about)).hex()
+
         def on_checkpoint(checkpoint: Checkpoint) -> None:
             if not self._workspace.dry_run:
                 packed = local_round.pack_checkpoint(checkpoint, about)
                 require_space(self._store.folder, len(packed), what="a checkpoint of the training")
-                write_atomically(self._checkpoint_file, packed)
-                self._workspace.on_stored()
+                _replace_others(file, packed)
+                self._workspace.culprits.stored()
 
         result = local_round.train_round(
             manifest,
             round_manifest,
             data=self._training_set(manifest, images),
             last=self._local_model(task),
-            resumed=self._checkpoint(about),
+            resumed=_checkpoint(file, about),
             blobs=self._store.blobs,
             device_id=self._workspace.settings.device_id,
             hooks=TrainingHooks(
@@ -120,12 +123,10 @@ class RoundTraining:
         """
         with self._store.keeping:
             model = self._put_model(prepared.local_model) if prepared.local_model else b""
-            facts = (StoredLocalModel(task, model), prepared.report(len(payload)))
-            item = self._store.outbox.keep(
+            facts = (StoredLocalModel(task, model),)
+            return self._store.outbox.keep(
                 "submission", payload, task=task, about=str(manifest.number), facts=facts
             )
-        self._checkpoint_file.unlink(missing_ok=True)
-        return item
 
     def local_model_digest(self, task: bytes) -> bytes:
         """Return the digest of the task's local model; empty if there is none or it is lost."""
@@ -158,22 +159,32 @@ class RoundTraining:
             self._store.set(StoredLocalModel())
             return None
 
-    def _checkpoint(self, about: Sequence[str | int]) -> Checkpoint | None:
-        file = self._checkpoint_file
-        if not file.exists():
-            return None
-        with state_errors(file):
-            data = file.read_bytes()
-        try:
-            checkpoint = local_round.unpack_checkpoint(data, about)
-        except StateError as error:
-            event(log, logging.WARNING, "checkpoint lost, training restarts", file=file, error=error)
-            return None
-        if checkpoint is not None:
-            event(log, logging.INFO, "training resumed", step=checkpoint.steps)
-        return checkpoint
-
     def _training_set(self, manifest: TaskManifest, images: Sequence[LabeledImage]) -> TrainingSet:
         size = local_round.feature_size(manifest, self._store.blobs)
         features = self._workspace.features(images, training_feature_keys(manifest), size)
         return TrainingSet(features, np.array([image.label for image in images], np.int64))
+
+
+def _replace_others(file: Path, packed: bytes) -> None:
+    """Write a checkpoint in place of all other ones."""
+    with state_errors(file.parent):
+        file.parent.mkdir(exist_ok=True)
+        others = [each for each in file.parent.iterdir() if each != file]
+    write_atomically(file, packed)
+    for each in others:
+        each.unlink(missing_ok=True)
+
+
+def _checkpoint(file: Path, about: Sequence[str | int]) -> Checkpoint | None:
+    if not file.exists():
+        return None
+    with state_errors(file):
+        data = file.read_bytes()
+    try:
+        checkpoint = local_round.unpack_checkpoint(data, about)
+    except StateError as error:
+        event(log, logging.WARNING, "checkpoint lost, training restarts", file=file, error=error)
+        return None
+    if checkpoint is not None:
+        event(log, logging.INFO, "training resumed", step=checkpoint.steps)
+    return checkpoint

@@ -7,7 +7,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.data.statistics import group_rows, to_rows
-from edge_client.progress_bar import Progress
 from edge_client.runtime.program_graph import Graph, open_graph
 from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
 from edge_client.submission.image_grouping import ReleasedImages, group_images
@@ -63,7 +62,7 @@ class _MappedFeatures:
         images: int,
     ) -> None:
         self.size = wanted.size
-        self.progress = Progress("summing features")
+        self.progress = workspace.progress("summing features")
         self._workspace, self._keys, self._should_stop = workspace, training_feature_keys(task), should_stop
         self._done, self._images = 0, images
         self._graph = _open_map(workspace, task, wanted)

@@ -113,10 +113,14 @@ class Database:
         """Make the changes of the body durable together at its end, or none of them if it raises.
 
         No other process can write in between. In a `DEFERRED` one, which only reads, others can: the body sees the
-        file as it is at its first query.
+        file as it is at its first query. Within another transaction of this thread, the changes are a part of that one.
         """
-        with self.connection() as database, _transaction(database, kind):
-            yield database
+        with self.connection() as database:
+            if database.in_transaction:
+                yield database
+                return
+            with _transaction(database, kind):
+                yield database
 
     def in_transaction(self) -> bool:
         """Return True in a transaction, in which no other process can write."""

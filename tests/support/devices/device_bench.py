@@ -24,8 +24,8 @@ from edge_client.agent.state import Mode, UploadItem, head_key
 from edge_client.cli.status import device_status
 from edge_client.service.device import Device
 from edge_client.storage.device_state import DeviceState
+from edge_client.storage.job_folder import Shown
 from edge_client.storage.stored_values import HeadProblem
-from edge_client.submission.prepared_submission import PreparedSubmission
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Drained, Outgoing, Received
 from protocol.wire.codec import decode, digest_of, encode
@@ -88,6 +88,7 @@ class QuietQueues:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._queues: list[_Queue] = []
+        self.is_busy: Callable[[], bool] = lambda: False
         self.is_over = False
         """Set once the program has ended: no thread waits at its queues any more."""
 
@@ -123,7 +124,7 @@ class QuietQueues:
             self._changed.notify_all()
 
     def _is_quiet(self) -> bool:
-        return self.is_over or all(each.is_quiet for each in self._queues)
+        return self.is_over or (all(each.is_quiet for each in self._queues) and not self.is_busy())
 
 
 class _Queue:
@@ -202,7 +203,7 @@ class DeviceBench:
         self.clock = Clock()
         self.published: list[Outgoing] = []
         """Everything that the device has sent since the start."""
-        self.shown: list[PreparedSubmission] = []
+        self.shown: list[Shown] = []
         """The submissions that dry runs have shown."""
         self.final: list[Outgoing] = []
         """The messages that it sent as it ended."""
@@ -229,6 +230,8 @@ class DeviceBench:
             show = self._show if self.settings.mode is Mode.DRY_RUN else None
             with self._queues.installed(), patch.object(mqtt, "Session", self._session):
                 self._device = Device(self.settings, self._store, show=show)
+            jobs = self._device._jobs
+            self._queues.is_busy = lambda: jobs.is_busy
         except BaseException:
             self.clock.remove()
             raise
@@ -299,7 +302,7 @@ class DeviceBench:
 
     def scan_again(self) -> Self:
         """Let the device look at its images at once, as after a scan that had to wait for another job."""
-        self._device._worker.check_images()
+        self._device._jobs.check_images()
         return self._settle()
 
     def wait(self, seconds: float = 1.0) -> Self:
@@ -330,8 +333,8 @@ class DeviceBench:
         """The output of `edge-client status`."""
         return device_status(self.store)
 
-    def _show(self, prepared: PreparedSubmission, _size_bytes: int) -> None:
-        self.shown.append(prepared)
+    def _show(self, shown: Shown) -> None:
+        self.shown.append(shown)
 
     def _session(self, *_: object, on_event: Callable[[mqtt.Event], None], **__: object) -> "_Session":
         self._sessions.append(_Session(on_event, self.published, self.final))

@@ -15,10 +15,10 @@ from PIL import Image
 from edge_client.agent.state import Mode, UploadItem
 from edge_client.config import Settings
 from edge_client.data.class_prior import Adjuster
+from edge_client.data.image_scanner import ImageScanner
 from edge_client.predict.classifier import Classifier
 from edge_client.predict.head import Head
 from edge_client.runtime.backbone import Backbone, open_backbone
-from edge_client.service.worker import Worker
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.stored_values import InstalledHead
@@ -91,22 +91,18 @@ def make_workspace(folder: Path, **changes: Any) -> Workspace:
     """Return the workspace of a device that has the tiny backbone; `changes` are of its settings."""
     store = DeviceState(folder / "state")
     store.blobs.put(tiny_backbone())
-    return Workspace(make_settings(folder, **changes), store, FeatureCache(folder / "features.sqlite"))
+    return open_workspace(make_settings(folder, **changes), store, FeatureCache(folder / "features.sqlite"))
+
+
+def open_workspace(settings: Settings, store: DeviceState, cache: FeatureCache, **values: Any) -> Workspace:
+    """Return a workspace on a state directory, which scans the data folder itself."""
+    return Workspace(settings, store, cache, ImageScanner(settings.data).scan, **values)  # type: ignore[arg-type]
 
 
 def make_manifest(**changes: Any) -> TaskManifest:
     """Return a task without rounds on the tiny backbone."""
     values = {"alpha": 1.0, "batch_size": 5, "min_images": 2, "seed": 0, "backbones": (TINY,), **changes}
     return TaskManifest(**{"fleet": "f", "algorithm": "fedtc", "classes": CLASSES, **values})
-
-
-def run_jobs(worker: Worker, count: int | None = None) -> None:
-    """Run a worker's pending jobs, or the first `count`, on this thread."""
-    while count != 0 and not worker._queue.empty():
-        job = worker._queue.get()
-        assert job is not None
-        worker._run_job(job)
-        count = None if count is None else count - 1
 
 
 def payload_of(state: DeviceState, item: UploadItem) -> bytes:

@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 from edge_client.storage.device_state import DeviceState
+from protocol import children
 from tests.support.devices.device_bench import HeadBench, RoundsBench, stop_all
+from tests.support.devices.job_threads import JobThread
+
+
+@pytest.fixture(autouse=True)
+def jobs_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let jobs run in the tests' process."""
+    monkeypatch.setattr(children, "launch", JobThread)
 
 
 @pytest.fixture(autouse=True)

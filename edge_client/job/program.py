@@ -1,0 +1,273 @@
+"""Runs one job after the other for the service: what each reads is given, and what it leaves is in a folder."""
+
+import contextlib
+import logging
+import os
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from edge_client.agent.events import BuildSubmission, InstallHead
+from edge_client.agent.state import Mode
+from edge_client.config import Settings
+from edge_client.data.image_scanner import Scan
+from edge_client.data.images import LabeledImage
+from edge_client.runtime.session import require_runtime
+from edge_client.storage.culprits import Culprits
+from edge_client.storage.disk_space import DiskAlmostFull
+from edge_client.storage.feature_cache import FeatureCache
+from edge_client.storage.job_folder import (
+    IMAGES_FILE,
+    JOB_FILE,
+    RESULT_FILE,
+    Charge,
+    Denial,
+    Finished,
+    FromJob,
+    Grant,
+    ImageList,
+    Job,
+    JobSettings,
+    Line,
+    Problem,
+    Ready,
+    Result,
+    Run,
+    ToJob,
+)
+from edge_client.storage.job_state import JobState
+from edge_client.submission.builder import SubmissionBuilder
+from edge_client.submission.head_installer import HeadInstaller
+from edge_client.submission.image_features import Workspace
+from edge_client.submission.round_submission import RoundTraining
+from protocol import __version__
+from protocol.errors import (
+    BlobLost,
+    PrivacyFailed,
+    PrivacyRefused,
+    RuntimeMissing,
+    StateError,
+)
+from protocol.log import fields_of
+from protocol.storage.folder_lock import FolderLock
+from protocol.wire.codec import decode
+from protocol.wire.messages import MAX_MANIFEST_BYTES, HeadRef, RoundManifest, TaskManifest
+
+Message = TypeVar("Message")
+
+LOCK_WAIT_S = 600.0
+"""How long a job waits for one of an earlier service that is still ending."""
+
+
+class _Service:
+    """The service at the other end of the pipe."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def send(self, message: FromJob) -> None:
+        self._pipe.send_bytes(msgspec.msgpack.encode(message))
+
+    def receive(self) -> ToJob:
+        message: ToJob = msgspec.msgpack.decode(self._pipe.recv_bytes(), type=ToJob)
+        return message
+
+    def charge(self, charge: Charge) -> Grant:
+        """Ask for a release.
+
+        Raises:
+            PrivacyRefused: it is not granted.
+            StateError: the service's disk is full or fails.
+        """
+        self.send(charge)
+        match self.receive():
+            case Grant() as granted:
+                return granted
+            case Denial(problem=Problem() as problem):
+                raise _Stopped(problem)
+            case Denial(text=text, has_failed=has_failed):
+                raise PrivacyFailed(text) if has_failed else PrivacyRefused(text)
+        raise StateError("expected the answer to a charge")
+
+
+class _Stopped(StateError):
+    """The service cannot continue the job."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.text)
+        self.problem = problem
+
+
+class _Forwarder(logging.Handler):
+    """Sends log records to the service."""
+
+    def __init__(self, service: _Service) -> None:
+        super().__init__()
+        self._service = service
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message, fields = fields_of(record)
+        if record.exc_info:
+            message = f"{message}\n{''.join(traceback.format_exception(*record.exc_info)).rstrip()}"
+        self._service.send(Line(record.name, record.levelno, message, fields))
+
+
+def main(pipe: Connection) -> None:
+    """Run jobs until the pipe is closed, and send what they log to the service."""
+    root = logging.getLogger()
+    root.addHandler(_Forwarder(_Service(pipe)))
+    root.setLevel(logging.INFO)
+    serve(pipe)
+
+
+def serve(pipe: Connection) -> None:
+    """Run jobs until the pipe is closed."""
+    service = _Service(pipe)
+    try:
+        require_runtime()
+        import PIL.Image  # noqa: F401
+    except (RuntimeMissing, ImportError) as error:
+        service.send(Ready(str(error)))
+        return
+    service.send(Ready())
+    with contextlib.closing(_Program(service)) as program, contextlib.suppress(EOFError):
+        while True:
+            message = service.receive()
+            if isinstance(message, Run):
+                program.run(message)
+
+
+class _Program:
+    """What stays open from one job to the next: the feature cache, and backbones."""
+
+    def __init__(self, service: _Service) -> None:
+        self._service = service
+        self._workspace: Workspace | None = None
+        self._lock: FolderLock | None = None
+
+    def close(self) -> None:
+        """Close the feature cache."""
+        if self._workspace is not None:
+            self._workspace.cache.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    def run(self, run: Run) -> None:
+        """Run a job, and leave its result."""
+        folder = Path(os.fsdecode(run.folder))
+        job = msgspec.json.decode((folder / JOB_FILE).read_bytes(), type=Job)
+        if job.version != __version__:
+            text = f"protofleet was upgraded from {job.version} to {__version__} while edge-client runs: restart it"
+            result = Result(outcome=Problem(text=text))
+        else:
+            result = self._result(run, folder, job)
+        (folder / RESULT_FILE).write_bytes(msgspec.json.encode(result))
+        self._service.send(Finished())
+
+    def _result(self, run: Run, folder: Path, job: Job) -> Result:
+        state_folder = folder.parent.parent
+        state = JobState(state_folder, folder, job, run)
+        try:
+            workspace = self._open(state, folder, job)
+            rounds, manifest = RoundTraining(workspace), _decoded(job.manifest, TaskManifest)
+            runner: SubmissionBuilder | HeadInstaller
+            if job.kind == "build":
+                runner = builder = SubmissionBuilder(workspace, rounds)
+                opened = _decoded(job.round, RoundManifest) if job.round else None
+                build = BuildSubmission(job.task, manifest, opened, above=job.above)
+                result = Result(outcome=builder.build(build, _never), shown=builder.shown)
+            else:
+                runner = installer = HeadInstaller(workspace, rounds)
+                install = InstallHead(job.task, manifest, _decoded(job.head, HeadRef), job.as_canary)
+                result = Result(outcome=installer.install(install, _never))
+        except StateError as error:
+            return Result(outcome=_problem(error))
+        return replace(
+            result,
+            facts=state.changes,
+            partition=state.image_groups.partition
+            if state.image_groups.partition is not job.partition
+            else None,
+            kept=tuple(state.outbox.kept),
+            was_released=state.outbox.was_released,
+            blobs=tuple(state.blobs.added),
+            line=runner.line,
+        )
+
+    def _open(self, state: JobState, folder: Path, job: Job) -> Workspace:
+        """Return the workspace, with the cache and the backbones of the job before this one."""
+        settings = _settings(job.settings, dry_run=job.is_dry_run)
+        before = self._workspace
+        cache = self._open_cache(state.folder) if before is None else before.cache
+        listed = msgspec.json.decode((folder / IMAGES_FILE).read_bytes(), type=ImageList)
+        scan = _scan(listed)
+        workspace = Workspace(
+            settings,
+            state,
+            cache,
+            find=lambda _: scan,
+            dry_run=job.is_dry_run,
+            culprits=Culprits(
+                self._service.send, deaths=job.deaths, suspects=job.suspects, guilty=job.guilty
+            ),
+            show_progress=self._service.send,
+        )
+        workspace.charge = lambda charge: _granted(workspace, self._service.charge(charge))
+        if before is not None:
+            workspace.take_over(before)
+        self._workspace = workspace
+        return workspace
+
+    def _open_cache(self, folder: Path) -> FeatureCache:
+        """Open the features, which one job at a time writes: one of an earlier service may be ending still."""
+        self._lock = FolderLock(folder, "features.lock")
+        if not self._lock.take(wait_s=LOCK_WAIT_S):
+            raise StateError(f"another job still writes the features in {folder}: try again")
+        return FeatureCache(folder / "features.sqlite")
+
+
+def _granted(workspace: Workspace, granted: Grant) -> Grant:
+    workspace.sealing_key = granted.signing_key
+    return granted
+
+
+def _never() -> bool:
+    return False
+
+
+def _decoded(data: bytes, kind: type[Message]) -> Message:
+    return decode(data, kind, max_bytes=MAX_MANIFEST_BYTES)
+
+
+def _problem(error: StateError) -> Problem:
+    if isinstance(error, _Stopped):
+        return error.problem
+    if isinstance(error, DiskAlmostFull):
+        missing = error.missing
+        return Problem(text=missing.reason, folder=os.fsencode(missing.folder), space=missing.needed_bytes)
+    return Problem(text=str(error), lost=error.digest if isinstance(error, BlobLost) else b"")
+
+
+def _settings(given: JobSettings, *, dry_run: bool) -> Settings:
+    fields = msgspec.structs.asdict(given) | {"data": Path(os.fsdecode(given.data))}
+    return Settings(broker=None, mode=Mode.DRY_RUN if dry_run else Mode.SERVICE, **fields)
+
+
+def _scan(listed: ImageList) -> Scan:
+    folder = Path(os.fsdecode(listed.folder))
+    images = tuple(
+        LabeledImage(folder, os.fsdecode(each.relative), *msgspec.structs.astuple(each)[1:])
+        for each in listed.images
+    )
+    return Scan(
+        images,
+        frozenset(map(os.fsdecode, listed.being_written)),
+        listed.unknown,
+        frozenset(map(os.fsdecode, listed.unknown_names)),
+        listed.skipped,
+        listed.problem,
+    )

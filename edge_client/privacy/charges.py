@@ -1,0 +1,137 @@
+"""Charges of privacy: a release is recorded, with what all releases cost together, before an image is read for it."""
+
+import logging
+import os
+from collections import Counter
+
+import msgspec
+
+from edge_client.config import Settings
+from edge_client.privacy.policy import BUDGET, FAILED
+from edge_client.storage.device_state import DeviceState
+from edge_client.storage.job_folder import Charge, Grant
+from edge_client.storage.privacy_ledger import Release
+from edge_client.storage.stored_values import PrivacySpent
+from protocol.errors import PrivacyFailed, PrivacyRefused
+from protocol.log import event
+from protocol.statistics.noisy_sums import epsilon_of_sums
+from protocol.wire.codec import decode, digest_of
+from protocol.wire.messages import DifferentialPrivacy, Privacy, Submission, TaskManifest
+
+log = logging.getLogger(__name__)
+
+KEY_BYTES = 32
+"""Of a release's key, from which its noise and mask are derived."""
+
+_VERSION = b"5"
+"""Version of the mechanism; changes when the same key would give other noise."""
+
+
+class Charges:
+    """The charges of one build, for a task with differential privacy; a dry run charges nothing."""
+
+    def __init__(
+        self, store: DeviceState, settings: Settings, *, task: bytes, manifest: TaskManifest, dry_run: bool
+    ) -> None:
+        if manifest.differential_privacy is None:
+            raise PrivacyFailed(FAILED)
+        self._store, self._settings, self._dry_run = store, settings, dry_run
+        self._task, self._manifest = task, manifest
+        self._wanted: DifferentialPrivacy = manifest.differential_privacy
+        self._release: Release | None = None
+
+    def answer(self, charge: Charge) -> Grant:
+        """Return the release for listed images, or for their features once these are known.
+
+        The newest release is not charged again if it is for the same, but has to be within the limits. It has no key
+        once its submission is uploaded; if that is lost, it is charged again.
+
+        Raises:
+            PrivacyRefused: the budget is exceeded.
+            PrivacyFailed: there is no release to bind, or the device's secret is lost.
+            StateError: the disk is full or fails.
+        """
+        if charge.content is None:
+            release = self._charge(self._fingerprint(charge))
+        elif self._release is None:
+            raise PrivacyFailed(FAILED)
+        else:
+            release = self._bind(self._release, charge.content)
+        self._release = release
+        cost = _cost((*self._store.ledger.releases()[: release.number - 1], release), self._wanted)
+        is_masked = self._manifest.second_operator is not None
+        return Grant(release, cost, self._signing_key() if is_masked else b"")
+
+    def _signing_key(self) -> bytes:
+        enrolled = self._settings.identity.signing_key
+        return self._store.signing_key(enrolled, keep=not self._dry_run) or os.urandom(KEY_BYTES)
+
+    def _fingerprint(self, charge: Charge) -> bytes:
+        """Return a digest of what determines a release before any image is read."""
+        try:
+            secret = self._store.secret(keep=not self._dry_run)
+        except Exception as error:
+            event(log, logging.ERROR, "no secret for noise", error=error)
+            raise PrivacyFailed(FAILED) from error
+        return digest_of(_VERSION + self._task + digest_of(secret) + charge.labels + charge.names)
+
+    def _charge(self, fingerprint: bytes) -> Release:
+        before = self._store.ledger.releases()
+        if before and before[-1].fingerprint == fingerprint:
+            newest = before[-1]
+            if self._dry_run and newest.key is None:
+                newest = msgspec.structs.replace(newest, key=os.urandom(KEY_BYTES))
+            if newest.key is not None or self._is_submitted(len(before)):
+                self._require_budget(before)  # the owner may have lowered the limit since
+                return newest
+        return self._charge_new(before, fingerprint, None)
+
+    def _bind(self, release: Release, content: bytes) -> Release:
+        """Return the release whose noise is for these features; if it was for others, a new one, which is charged."""
+        if release.content == content:
+            return release
+        if release.content is not None:
+            return self._charge_new(self._store.ledger.releases(), release.fingerprint, content)
+        if not self._dry_run:
+            self._store.ledger.bind(release.number, content)
+        return msgspec.structs.replace(release, content=content)
+
+    def _charge_new(self, before: tuple[Release, ...], fingerprint: bytes, content: bytes | None) -> Release:
+        key = os.urandom(KEY_BYTES)
+        release = Release(len(before) + 1, fingerprint, self._wanted.noise_multiplier, key, content)
+        spent = self._require_budget((*before, release))
+        if not self._dry_run:
+            self._store.ledger.charge(release, spent)
+        return release
+
+    def _is_submitted(self, newest: int) -> bool:
+        """Return whether the newest release's submission is in the outbox, intact, and was made for this task."""
+        outbox = self._store.outbox
+        for item in outbox.items():
+            if (item.kind, item.task) == ("submission", self._task) and (
+                payload := outbox.payload(item)
+            ) is not None:
+                privacy = decode(payload, Submission, max_bytes=len(payload)).privacy
+                if privacy is not None and privacy.releases == newest:
+                    return True
+        return False
+
+    def _require_budget(self, releases: tuple[Release, ...]) -> PrivacySpent:
+        """Return what the releases cost together; raises PrivacyRefused above the task's or the owner's limit."""
+        own_limit, cost = self._settings.max_epsilon, _cost(releases, self._wanted)
+        limit = self._wanted.max_epsilon if own_limit is None else min(self._wanted.max_epsilon, own_limit)
+        if not cost.total_epsilon <= limit:
+            text = "privacy budget exceeded, nothing is uploaded"
+            event(log, logging.ERROR, text, total_epsilon=cost.total_epsilon, max_epsilon=limit)
+            raise PrivacyRefused(BUDGET)
+        return PrivacySpent(cost.epsilon, cost.total_epsilon, cost.delta, len(releases), limit)
+
+
+def _cost(releases: tuple[Release, ...], wanted: DifferentialPrivacy) -> Privacy:
+    multipliers = Counter(release.noise_multiplier for release in releases)
+    return Privacy(
+        epsilon=epsilon_of_sums({wanted.noise_multiplier: 1}, delta=wanted.delta),
+        total_epsilon=epsilon_of_sums(multipliers, delta=wanted.delta),
+        delta=wanted.delta,
+        releases=len(releases),
+    )

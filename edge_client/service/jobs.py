@@ -1,0 +1,656 @@
+"""Runs jobs as child processes, and commits what they leave: the service decides, and is the only writer of the state.
+
+At most one job runs at a time. Where messages must not reveal images, a head is evaluated beside a build, since the
+build's duration would show otherwise; and each job has a process of its own, in which no image has been read.
+"""
+
+import logging
+import os
+import queue
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from edge_client.agent import events
+from edge_client.agent.state import MAX_DAMAGED, MissingSpace
+from edge_client.agent.state import Job as Name
+from edge_client.config import Settings
+from edge_client.data.image_scanner import ImageScanner, Scan
+from edge_client.privacy.charges import Charges
+from edge_client.privacy.policy import is_bounded, is_private
+from edge_client.service.build_report import BuildReporter
+from edge_client.service.job_progress import ProgressReporter
+from edge_client.storage.device_state import DeviceState
+from edge_client.storage.disk_space import DiskAlmostFull
+from edge_client.storage.job_folder import (
+    IMAGES_FILE,
+    JOB_FILE,
+    LAST_SUBMISSION,
+    RESULT_FILE,
+    At,
+    Built,
+    Charge,
+    Decoded,
+    Denial,
+    Doing,
+    Finished,
+    FromJob,
+    Grant,
+    ImageList,
+    Installed,
+    Job,
+    JobSettings,
+    Line,
+    ListedImage,
+    Problem,
+    Ready,
+    Result,
+    Run,
+    Shown,
+    Worked,
+)
+from edge_client.storage.stored_values import (
+    HeadProblem,
+    Heads,
+    LeftOut,
+    StoredInitialModel,
+    StoredLocalModel,
+    SubmissionReport,
+    SubmissionSequence,
+    TaskSubmissions,
+)
+from protocol import __version__
+from protocol.children import Child
+from protocol.errors import (
+    PrivacyFailed,
+    PrivacyRefused,
+    RuntimeMissing,
+    StateError,
+)
+from protocol.log import event
+from protocol.storage.blobstore import state_errors
+from protocol.threads import start_thread
+from protocol.wire.codec import encode
+from protocol.wire.messages import TaskManifest
+
+log = logging.getLogger(__name__)
+
+PROGRAM = "edge_client.job"
+
+IDLE_S = 60.0
+"""How long a process waits for the next job, so that rounds do not pay for its start."""
+
+MAX_LINES = 100
+"""Lines of native code that are logged for each job; a library may write hundreds for each image."""
+
+ShowDryRun = Callable[[Shown], None]
+"""Takes what a dry run would upload."""
+
+_READ = (
+    SubmissionReport,
+    TaskSubmissions,
+    SubmissionSequence,
+    LeftOut,
+    StoredLocalModel,
+    StoredInitialModel,
+    Heads,
+    HeadProblem,
+)
+"""Facts that jobs read."""
+
+
+class FromChild(msgspec.Struct, frozen=True):
+    """A message of a job's process, a line of its standard error, or its exit status."""
+
+    runner: "Runner"
+    said: FromJob | str | int
+
+
+class Scanned(msgspec.Struct, frozen=True):
+    """A scan of the data folder, for a job or, without one, to find out what has changed."""
+
+    wanted: "Wanted | None"
+    scan: Scan
+
+
+JobEvent = FromChild | Scanned
+
+
+@dataclass(eq=False)
+class Wanted:
+    """A job that waits or runs."""
+
+    name: Name
+    action: events.BuildSubmission | events.InstallHead
+    scan: Scan | None = None
+    is_scanned: bool = False
+    """True once a scan for it was ordered."""
+
+    @property
+    def manifest(self) -> TaskManifest:
+        """The task that it is for."""
+        return self.action.manifest
+
+
+@dataclass(eq=False)
+class Runner:
+    """A process that runs jobs."""
+
+    child: Child = field(init=False)
+    job: Wanted | None = None
+    number: int = 0
+    """Number and folder of the job."""
+    charges: Charges | None = None
+    at: At = field(default_factory=At)
+    lines: int = 0
+    is_starting: bool = True
+    is_new: bool = True
+    """True until it has run a job."""
+    idle_since_s: float = field(default_factory=time.monotonic)
+
+
+class Jobs:
+    """The jobs of a device; `emit` takes events of its threads, which `handle` turns into events for the agent.
+
+    A cancelled job has no result. A job that fails for a reason other than its task or head, such as a full disk or a
+    bug, raises an error in `handle`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: DeviceState,
+        *,
+        emit: Callable[[JobEvent | BaseException], None],
+        show: ShowDryRun | None,
+    ) -> None:
+        self._settings, self._store, self._emit, self._show = settings, store, emit, show
+        self._folder = store.folder / "jobs"
+        self._number = 0
+        self._wanted: list[Wanted] = []
+        self._runners: dict[str, Runner] = {}
+        self._suspects: set[bytes] = set()
+        self._lost: Counter[bytes] = Counter()
+        self._manifest: TaskManifest | None = None
+        self._identities: tuple[str, ...] | None = None
+        """Images of the last build."""
+        self._missing_since_s: dict[str, float] = {}
+        """When scans began to miss images of the last build (monotonic)."""
+        self._scanner = ImageScanner(settings.data)
+        self._scans: queue.SimpleQueue[Wanted | TaskManifest | None] = queue.SimpleQueue()
+        self._open_scans = 0
+        self._reporter = BuildReporter(settings.data)
+        self._progress = ProgressReporter(None if show else store)
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a job waits or runs, a process starts, or the data folder is scanned."""
+        starts = any(runner.job is not None or runner.is_starting for runner in self._runners.values())
+        return bool(self._wanted) or bool(self._open_scans) or starts
+
+    def start(self) -> None:
+        """Start the first process, which finds out whether the libraries are there, and the thread of scans."""
+        with state_errors(self._folder):
+            shutil.rmtree(self._folder, ignore_errors=True)  # of a service that has ended: never adopted
+            self._folder.mkdir()
+        start_thread(self._scan, name="scan", on_failure=self._emit)
+        self._spawn("")
+
+    def stop(self) -> None:
+        """Kill all processes; their ends are no fault of what they run."""
+        self._wanted.clear()
+        self._scans.put(None)
+        for slot in tuple(self._runners):
+            self._kill(slot)
+
+    def build(self, build: events.BuildSubmission) -> None:
+        """Build a submission in place of one that is being built; its end is SubmissionBuilt."""
+        self.cancel("build")
+        self._wanted.append(Wanted("build", build))
+        self._start_next()
+
+    def install(self, install: events.InstallHead) -> None:
+        """Install or refuse a head, and no older one that waits; its end is HeadInstalled.
+
+        An older one that is being installed is finished: heads may come faster than a device installs them.
+        """
+        self._drop("install")
+        self._wanted.append(Wanted("install", install))
+        self._start_next()
+
+    def cancel(self, *names: Name) -> None:
+        """Cancel jobs that wait or run: their results are no longer needed, and their blobs may be deleted."""
+        self._drop(*names)
+        for slot, runner in tuple(self._runners.items()):
+            if runner.job is not None and runner.job.name in names:
+                self._kill(slot)
+
+    def check_images(self) -> None:
+        """Let ImagesChanged follow if there are new images, or if scans miss one of the last submission.
+
+        Two scans in a row must miss it, at least half of `rescan_s` apart: scans that waited for another one run one
+        right after the other.
+        """
+        if self._manifest is not None:
+            self._order_scan(self._manifest)
+
+    def tick(self) -> None:
+        """End processes that have waited long enough for a job."""
+        for slot, runner in tuple(self._runners.items()):
+            if runner.job is None and time.monotonic() > runner.idle_since_s + IDLE_S:
+                self._kill(slot)
+
+    def handle(self, happened: JobEvent) -> events.Event | None:
+        """Return what a message of a process, its end, or a scan means for the agent.
+
+        Raises:
+            ProtofleetError: a job failed for a reason that the agent cannot decide about.
+        """
+        if isinstance(happened, Scanned):
+            return self._scanned(happened)
+        runner, said = happened.runner, happened.said
+        if runner.child.is_killed:
+            return None
+        if isinstance(said, str):
+            self._log_line(runner, said)
+            return None
+        if isinstance(said, int):
+            return self._ended(runner, said)
+        return self._said(runner, said)
+
+    # Scans
+
+    def _order_scan(self, wanted: Wanted | TaskManifest) -> None:
+        self._open_scans += 1
+        self._scans.put(wanted)
+
+    def _scan(self) -> None:
+        while (wanted := self._scans.get()) is not None:
+            job = wanted if isinstance(wanted, Wanted) else None
+            manifest = wanted.manifest if isinstance(wanted, Wanted) else wanted
+            self._emit(Scanned(job, self._scanner.scan(manifest.classes)))
+
+    def _scanned(self, scanned: Scanned) -> events.ImagesChanged | None:
+        self._open_scans -= 1
+        scan = scanned.scan
+        if not scan.problem and self._show is None:
+            before = self._store.get(LeftOut)
+            if (now := LeftOut(scan.unknown, scan.skipped, before.unusable)) != before:
+                self._store.set(now)
+        if scanned.wanted is not None:
+            scanned.wanted.scan = scan
+            self._start_next()
+            return None
+        return self._changed(scan)
+
+    def _changed(self, scan: Scan) -> events.ImagesChanged | None:
+        if self._identities is None:  # no build yet
+            self._identities = scan.identities
+        now_s, missing = time.monotonic(), scan.missing(self._identities)
+        self._missing_since_s = {each: self._missing_since_s.get(each, now_s) for each in missing}
+        # A file that a program replaces is missing for a moment. Each of two submissions would cost privacy.
+        is_gone = any(
+            now_s - since_s >= self._settings.rescan_s / 2 for since_s in self._missing_since_s.values()
+        )
+        if not is_gone and frozenset(scan.identities) <= frozenset(self._identities):
+            return None
+        self._identities = scan.identities
+        event(log, logging.INFO, "images changed", folder=self._settings.data)
+        return events.ImagesChanged()
+
+    # Starting and ending
+
+    def _drop(self, *names: Name) -> None:
+        self._wanted = [each for each in self._wanted if each.name not in names]
+
+    def _slot(self, wanted: Wanted) -> str:
+        """Return the process that a job runs in: one for all, or one for each kind where these must not meet."""
+        bounded = is_bounded(wanted.manifest, max_epsilon=self._settings.max_epsilon)
+        return wanted.name if bounded else ""
+
+    def _start_next(self) -> None:
+        for wanted in tuple(self._wanted):
+            runner = self._runners.get(self._slot(wanted))
+            if runner is not None and runner.job is not None:
+                continue
+            if wanted.scan is None:
+                if not wanted.is_scanned:
+                    wanted.is_scanned = True
+                    self._order_scan(wanted)
+                return
+            self._wanted.remove(wanted)
+            self._start(wanted, wanted.scan)
+
+    def _start(self, wanted: Wanted, scan: Scan) -> None:
+        slot = self._slot(wanted)
+        if slot and "" in self._runners and slot not in self._runners:
+            idle = self._runners[""]
+            if idle.job is None and idle.is_new:
+                self._runners[slot] = self._runners.pop("")
+        runner = self._runners.get(slot)
+        if runner is not None and slot and not runner.is_new:
+            self._kill(slot)
+            runner = None
+        if runner is None:
+            runner = self._spawn(slot)
+        self._number += 1
+        folder = self._folder / str(self._number)
+        job, secret = self._job(wanted), self._secret(wanted)
+        with state_errors(folder):
+            folder.mkdir()
+            (folder / JOB_FILE).write_bytes(msgspec.json.encode(job))
+            (folder / IMAGES_FILE).write_bytes(msgspec.json.encode(_listed(scan)))
+        self._write_last_submission(wanted, folder)
+        if wanted.name == "build":
+            self._manifest, self._identities = wanted.manifest, scan.identities
+        runner.job, runner.number, runner.is_new, runner.at, runner.lines = (
+            wanted,
+            self._number,
+            False,
+            At(),
+            0,
+        )
+        runner.child.send(msgspec.msgpack.encode(Run(os.fsencode(folder), secret)))
+
+    def _job(self, wanted: Wanted) -> Job:
+        store, settings, action = self._store, self._settings, wanted.action
+        above = action.above if isinstance(action, events.BuildSubmission) else 0
+        facts = {kind.__name__: msgspec.Raw(msgspec.json.encode(store.get(kind))) for kind in _READ}
+        common = Job(
+            kind=wanted.name,
+            version=__version__,
+            settings=JobSettings(
+                fleet=settings.fleet,
+                device_id=settings.device_id,
+                data=os.fsencode(settings.data),
+                holdout=settings.holdout,
+                provider=settings.provider,
+                threads=settings.threads,
+                batch_size=settings.batch_size,
+                max_epsilon=settings.max_epsilon,
+                second_operator=settings.second_operator,
+                min_devices=settings.min_devices,
+            ),
+            task=action.task,
+            manifest=encode(action.manifest),
+            number=store.free_number(SubmissionSequence, above=above),
+            above=above,
+            is_dry_run=self._show is not None,
+            facts=facts,
+            items=store.outbox.items(),
+            partition=store.image_groups.read(),
+            now_s=store.clock.now_s(),
+            deaths=store.culprits.deaths(),
+            suspects=tuple(self._suspects),
+            guilty=store.culprits.guilty(),
+        )
+        if isinstance(action, events.InstallHead):
+            return msgspec.structs.replace(common, head=encode(action.head), as_canary=action.as_canary)
+        return msgspec.structs.replace(common, round=encode(action.round) if action.round else b"")
+
+    def _secret(self, wanted: Wanted) -> bytes:
+        """Return the device's secret for a build that groups images; it gets the keys of a release by a charge."""
+        if wanted.name != "build" or is_private(wanted.manifest):
+            return b""
+        try:
+            return self._store.secret(keep=self._show is None)
+        except Exception as error:
+            if wanted.manifest.perturbation is None:
+                raise
+            event(log, logging.ERROR, "no secret for noise", error=error)
+            return b""
+
+    def _write_last_submission(self, wanted: Wanted, folder: Path) -> None:
+        """Write the newest submission for a build that may need it: to number it anew, or to upload a release again."""
+        action, last = wanted.action, self._store.outbox.newest_submission()
+        if last is None or not isinstance(action, events.BuildSubmission) or last.task != action.task:
+            return
+        if is_private(action.manifest) or (action.round is not None and action.above):
+            self._store.outbox.write(last, folder / LAST_SUBMISSION)
+
+    def _spawn(self, slot: str) -> Runner:
+        runner = Runner()
+
+        def hear(data: bytes) -> None:
+            try:
+                said: FromJob = msgspec.msgpack.decode(data, type=FromJob)
+            except msgspec.MsgspecError as error:
+                runner.child.abort(f"malformed message of a job: {error}")
+            else:
+                self._emit(FromChild(runner, said))
+
+        runner.child = Child(
+            PROGRAM,
+            on_message=hear,
+            on_line=lambda line: self._emit(FromChild(runner, line)),
+            on_end=lambda code: self._emit(FromChild(runner, code)),
+            on_failure=self._emit,
+        )
+        self._runners[slot] = runner
+        return runner
+
+    def _kill(self, slot: str) -> None:
+        runner = self._runners.pop(slot)
+        runner.child.kill()
+        self._release(runner)
+
+    def _release(self, runner: Runner) -> None:
+        """Let a process wait for the next job; the folder of the last one is deleted."""
+        if runner.job is not None:
+            shutil.rmtree(self._folder / str(runner.number), ignore_errors=True)
+            self._progress.close()
+        runner.job, runner.charges = None, None
+        runner.idle_since_s = time.monotonic()
+
+    # Messages
+
+    def _said(self, runner: Runner, said: FromJob) -> events.Event | None:
+        match said:
+            case Ready(problem=problem):
+                if problem:
+                    raise RuntimeMissing(problem)
+                runner.is_starting = False
+            case At():
+                runner.at = said
+            case Worked(what=what):
+                self._store.culprits.forget(what)
+            case Decoded(image=image):
+                self._suspects.discard(image)
+            case Doing():
+                self._progress.show(said)
+            case Line():
+                _log(said)
+            case Charge() if runner.job is not None:
+                runner.child.send(msgspec.msgpack.encode(self._answer(runner, runner.job, said)))
+            case Finished() if runner.job is not None:
+                return self._finished(runner, runner.job)
+        return None
+
+    def _answer(self, runner: Runner, job: Wanted, charge: Charge) -> Grant | Denial:
+        """Charge a release, durably, before the job gets its key."""
+        try:
+            if runner.charges is None:
+                runner.charges = Charges(
+                    self._store,
+                    self._settings,
+                    task=job.action.task,
+                    manifest=job.manifest,
+                    dry_run=self._show is not None,
+                )
+            return runner.charges.answer(charge)
+        except PrivacyRefused as error:
+            return Denial(str(error), has_failed=isinstance(error, PrivacyFailed))
+        except StateError as error:
+            return Denial(str(error), problem=_problem(error))
+
+    def _log_line(self, runner: Runner, line: str) -> None:
+        """Log what a library writes, with the images that it may be about."""
+        runner.lines += 1
+        if runner.lines == MAX_LINES:
+            line = "further messages of libraries are omitted"
+        if runner.lines <= MAX_LINES:
+            images = ", ".join(os.fsdecode(each).split("-", 2)[-1] for each in runner.at.decoding[:3])
+            more = len(runner.at.decoding) - 3
+            if more > 0:
+                images += f" or {more} more"
+            event(log, logging.WARNING, "message of a library", text=line, images=images or None)
+
+    # Results
+
+    def _finished(self, runner: Runner, job: Wanted) -> events.Event | None:
+        folder = self._folder / str(runner.number)
+        try:
+            with state_errors(folder):
+                data = (folder / RESULT_FILE).read_bytes()
+            result = msgspec.json.decode(data, type=Result)
+            happened = self._commit(job, folder, result)
+        except msgspec.MsgspecError as error:
+            runner.child.abort(f"malformed result of a job: {error}")
+            return None
+        self._release(runner)
+        if slot := self._slot(job):
+            self._kill(slot)  # who has read an image starts no clean process
+        self._start_next()
+        return happened
+
+    def _commit(self, job: Wanted, folder: Path, result: Result) -> events.Event:
+        outcome, action = result.outcome, job.action
+        if isinstance(outcome, Problem):
+            return self._failed(outcome, job.name)
+        try:
+            if isinstance(outcome, Built) and isinstance(action, events.BuildSubmission):
+                self._store_built(action, folder, result, outcome)
+                return events.SubmissionBuilt(
+                    action.task,
+                    outcome.item,
+                    None if action.round is None else action.round.number,
+                    outcome.reason,
+                    may_pass=outcome.may_pass,
+                    no_images=outcome.no_images,
+                    retries=outcome.retries,
+                )
+            if isinstance(outcome, Installed) and self._show is None:
+                self._store.commit(folder, result)
+                _log(result.line)
+                return events.HeadInstalled(outcome.head, outcome.report, outcome.reason)
+        except DiskAlmostFull as error:
+            return events.SpaceMissing(error.missing, job.name)
+        raise StateError("a job left the result of another one")
+
+    def _store_built(
+        self, action: events.BuildSubmission, folder: Path, result: Result, built: Built
+    ) -> None:
+        store = self._store
+        report = self._reporter.report(
+            built,
+            task=action.task,
+            manifest=action.manifest,
+            last=store.outbox.newest_submission(),
+            before=store.get(SubmissionReport),
+        )
+        if self._show is not None:
+            if result.shown is not None:
+                self._show(result.shown)
+            return
+        store.commit(folder, result, *filter(None, [report]))
+        _log(result.line)
+
+    def _failed(self, problem: Problem, name: Name) -> events.BlobsMissing | events.SpaceMissing:
+        """Return the event that a job is repeated with a blob or with space; raises StateError if neither helps."""
+        if problem.space:
+            space = MissingSpace(Path(os.fsdecode(problem.folder)), problem.space, problem.text)
+            return events.SpaceMissing(space, name)
+        if not problem.lost:
+            raise StateError(problem.text)
+        self._lost[problem.lost] += 1
+        if self._lost[problem.lost] > MAX_DAMAGED:
+            raise StateError(problem.text)
+        text = "blob missing or damaged on disk, downloaded or made again: check the disk"
+        event(log, logging.ERROR, text, error=problem.text)
+        self._store.blobs.is_whole(problem.lost)  # deletes a damaged one
+        return events.BlobsMissing(frozenset({problem.lost}), name)
+
+    # Deaths
+
+    def _ended(self, runner: Runner, code: int) -> events.Event | None:
+        """Repeat a job whose process ended by itself, and note what it ran then."""
+        slot = next(slot for slot, each in self._runners.items() if each is runner)
+        del self._runners[slot]
+        job, at, why = runner.job, runner.at, runner.child.reason or _ending(code)
+        self._release(runner)
+        if job is None:
+            if runner.is_starting:
+                raise StateError(f"the program of jobs ended at its start: {why}")
+            self._start_next()
+            return None
+        images = ", ".join(os.fsdecode(each).split("-", 2)[-1] for each in at.decoding[:3])
+        event(log, logging.ERROR, f"job ended: {why}", job=job.name, decoding=images or None)
+        if self._show is not None or not (at.what or at.decoding):
+            raise StateError(f"the process of a job ended: {why}; see the log")
+        self._blame(at)
+        self._wanted.insert(0, Wanted(job.name, job.action))
+        self._start_next()
+        return None
+
+    def _blame(self, at: At) -> None:
+        if len(at.decoding) == 1 and at.decoding[0] in self._suspects:
+            self._suspects.discard(at.decoding[0])
+            self._store.culprits.convict(at.decoding[0], memory_bytes=at.memory_bytes)
+        else:
+            self._suspects.update(at.decoding)
+        if at.what:
+            self._store.culprits.add_death(at.what)
+
+
+def _ending(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "it was killed (SIGKILL), as Linux does when memory runs out"
+    if code < 0:
+        return f"it was ended by signal {-code} ({signal.strsignal(-code)})"
+    return f"exit status {code}"
+
+
+def _problem(error: StateError) -> Problem:
+    if isinstance(error, DiskAlmostFull):
+        missing = error.missing
+        return Problem(text=missing.reason, folder=os.fsencode(missing.folder), space=missing.needed_bytes)
+    return Problem(text=str(error))
+
+
+def _log(line: Line | None) -> None:
+    if line is None:
+        return
+    logger = logging.getLogger(line.logger)
+    if line.fields is None:
+        logger.log(line.level, "%s", line.message)
+    else:
+        event(logger, line.level, line.message, **line.fields)
+
+
+def _listed(scan: Scan) -> ImageList:
+    folder = scan.images[0].folder if scan.images else Path()
+    return ImageList(
+        folder=os.fsencode(folder),
+        images=tuple(
+            ListedImage(
+                os.fsencode(each.relative),
+                each.label,
+                each.size_bytes,
+                each.mtime_ns,
+                each.ctime_ns,
+                each.inode,
+            )
+            for each in scan.images
+        ),
+        problem=scan.problem,
+        being_written=tuple(map(os.fsencode, scan.being_written)),
+        unknown=scan.unknown,
+        unknown_names=tuple(map(os.fsencode, scan.unknown_names)),
+        skipped=scan.skipped,
+    )

@@ -1,0 +1,224 @@
+"""Child processes that compute for a service: started with a pipe, heard, and killed.
+
+A service decides and keeps the state; what runs foreign code, or takes long, is a child, which may end at any
+instruction. A child is in a session of its own: Ctrl-C reaches only the service, and all of its processes can be killed
+together. It ends with its service: it holds the read end of a pipe to which the service never writes, and whose write
+end only the service holds.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from protocol.errors import StateError, ThreadFailed
+from protocol.threads import start_thread
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 2**28
+"""Of a message on the pipe."""
+
+MAX_LINE_BYTES = 2**13
+"""Of a line that a child writes to standard error; the rest of a longer one is a line of its own."""
+
+OOM_SCORE = 900
+"""If memory is short, Linux kills a child before its service."""
+
+MAX_EXIT_S = 5.0
+"""A child that has closed its pipe is killed after this time."""
+
+
+class Process(Protocol):
+    """What is used of `subprocess.Popen`."""
+
+    stderr: IO[bytes] | None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status, or the negative number of the signal that ended it."""
+
+    def kill(self) -> None:
+        """Kill it, and the processes that it has started."""
+
+
+class Child:
+    """A running child.
+
+    `on_message` gets each message, `on_line` each line of standard error, and `on_end` at last the exit status, or the
+    negative number of a signal; all on a thread of the child's own, whose failure `on_failure` gets.
+
+    Args:
+        module: the module that runs as the program; it calls `connect`.
+
+    Raises:
+        StateError: the process cannot be started.
+        ThreadFailed: it cannot be heard.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        *,
+        on_message: Callable[[bytes], None],
+        on_line: Callable[[str], None],
+        on_end: Callable[[int], None],
+        on_failure: Callable[[ThreadFailed], None],
+    ) -> None:
+        self._on_message, self._on_line, self._on_end = on_message, on_line, on_end
+        self.is_killed = False
+        """True once `kill` was called: its end is not its own."""
+        self.reason = ""
+        """Why it was aborted; empty if it was not."""
+        self._connection, there = Pipe()
+        alive, self._alive = os.pipe()
+        try:
+            self._process = launch(module, there, alive)
+        except OSError as error:
+            self._close()
+            raise StateError(f"cannot start a child process: {error.strerror or error}") from error
+        finally:
+            there.close()
+            os.close(alive)
+        self._sending = threading.Lock()
+        try:
+            start_thread(self._hear, name="child", on_failure=on_failure)
+        except BaseException:
+            self.kill()
+            raise
+
+    def send(self, message: bytes) -> None:
+        """Send a message; one that has ended gets none."""
+        with self._sending, contextlib.suppress(OSError):
+            self._connection.send_bytes(message)
+
+    def kill(self) -> None:
+        """Kill the child and the processes that it has started; `on_end` follows."""
+        self.is_killed = True
+        self._process.kill()
+
+    def abort(self, reason: str) -> None:
+        """Kill a child that fails, which is its own end."""
+        self.reason = reason
+        self._process.kill()
+
+    def _hear(self) -> None:
+        lines = _Lines(self._on_line)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._connection, selectors.EVENT_READ, self._receive)
+            if self._process.stderr is not None:
+                selector.register(self._process.stderr, selectors.EVENT_READ, lines.read)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    if not key.data(key.fileobj):
+                        selector.unregister(key.fileobj)
+        try:
+            code = self._process.wait(MAX_EXIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        self._close()
+        self._on_end(code)
+
+    def _receive(self, connection: Connection) -> bool:
+        try:
+            self._on_message(connection.recv_bytes(MAX_MESSAGE_BYTES))
+        except (EOFError, OSError):
+            return False
+        return True
+
+    def _close(self) -> None:
+        self._connection.close()
+        os.close(self._alive)
+
+
+class _Lines:
+    """Splits what a child writes into lines."""
+
+    def __init__(self, on_line: Callable[[str], None]) -> None:
+        self._on_line = on_line
+        self._rest = b""
+
+    def read(self, stream: IO[bytes]) -> bool:
+        data = os.read(stream.fileno(), MAX_LINE_BYTES)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) >= MAX_LINE_BYTES or not data:
+            lines.append(self._rest)
+            self._rest = b""
+        for line in lines:
+            if text := line.decode(errors="backslashreplace").strip():
+                self._on_line(text)
+        return bool(data)
+
+
+def kill_group(process: int) -> None:
+    """Kill a process that leads a session, and all processes in its group; one that has ended is none."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process, signal.SIGKILL)
+
+
+class _Session(subprocess.Popen[bytes]):
+    """A process in a session of its own."""
+
+    def kill(self) -> None:
+        kill_group(self.pid)
+
+
+def launch_process(module: str, pipe: Connection, alive: int) -> Process:
+    """Start a module of this interpreter as a process."""
+    if not sys.executable or getattr(sys, "frozen", False):
+        raise StateError(
+            "expected sys.executable to be a Python interpreter, which runs the device's jobs, got "
+            f"{sys.executable!r}: run edge-client as a program of its own"
+        )
+    return _Session(
+        [sys.executable, "-P", "-m", module, str(pipe.fileno()), str(alive)],
+        pass_fds=(pipe.fileno(), alive),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+launch: Callable[[str, Connection, int], Process] = launch_process
+"""Starts children; tests replace it to run them on threads."""
+
+
+def connect(arguments: Sequence[str]) -> Connection:
+    """Return the pipe to the service of this process, which ends when the service does."""
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # a service manager sends it to all processes; the service decides
+    pipe, alive = map(int, arguments)
+    _end_with(alive)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE), encoding="ascii")
+    return Connection(pipe)
+
+
+def _end_with(alive: int) -> None:
+    """End this process and its group once the other end of a pipe is closed, also within native code."""
+    number: Any = getattr(fcntl, "F_SETSIG", None)  # of Linux
+    if number is None:
+        threading.Thread(target=_wait_for_end, args=(alive,), name="alive", daemon=True).start()
+        return
+    fcntl.fcntl(alive, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(alive, number, signal.SIGKILL)
+    fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        os.read(alive, 1)  # it had ended before
+        os._exit(1)
+
+
+def _wait_for_end(alive: int) -> None:
+    os.read(alive, 1)
+    kill_group(os.getpgrp())

@@ -1,0 +1,41 @@
+"""Runs the program of jobs on threads of the tests' process, where they can replace what it uses."""
+
+import os
+import subprocess
+import threading
+from multiprocessing.connection import Connection
+from typing import IO
+
+from edge_client.job.program import serve
+
+
+class JobThread:
+    """A thread in place of a process; killed, it loses its pipe and continues unheard."""
+
+    stderr: IO[bytes] | None = None
+
+    def __init__(self, module: str, pipe: Connection, _alive: int) -> None:
+        assert module == "edge_client.job"
+        self._pipe = Connection(os.dup(pipe.fileno()))
+        self._code = 1
+        self._thread = threading.Thread(target=self._run, name="job", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise subprocess.TimeoutExpired("job", timeout or 0)
+        return self._code
+
+    def kill(self) -> None:
+        self._code = -9
+        self._pipe.close()
+
+    def _run(self) -> None:
+        try:
+            serve(self._pipe)
+            self._code = 0
+        except OSError:  # killed
+            pass
+        finally:
+            self._pipe.close()
