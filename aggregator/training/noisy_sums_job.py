@@ -27,7 +27,8 @@ from protocol.statistics.noisy_sums import UNITS, deviations, share_of_noise
 from protocol.statistics.public_map import read_map
 from protocol.statistics.second_moment import MAX_VALUE, from_triangle, triangle_size
 from protocol.storage.blobstore import write_atomically
-from protocol.wire.codec import decode, encode, to_array, to_tensor
+from protocol.wire.arrays import to_array, to_tensor
+from protocol.wire.codec import decode, encode
 from protocol.wire.messages import Submission, SumReply, Tensor, Tensors
 
 LARGEST = 8.0

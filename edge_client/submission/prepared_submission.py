@@ -27,7 +27,8 @@ from edge_client.training.local_round import LocalModel
 from protocol.cli import counted, plain
 from protocol.errors import PrivacyRefused, ProtofleetError
 from protocol.statistics.secure_sums import masked, sealed_mask, submission_context
-from protocol.wire.codec import digest_of, encode, to_array, to_tensor, to_unsigned
+from protocol.wire.arrays import to_array, to_tensor, to_unsigned
+from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import (
     MAX_IMAGES,
     Privacy,

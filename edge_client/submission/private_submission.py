@@ -35,7 +35,8 @@ from protocol.errors import GraphRefused, Interrupted, PrivacyFailed, PrivacyRef
 from protocol.log import event
 from protocol.statistics.noisy_sums import UNITS, epsilon_of_sums, share_of_noise
 from protocol.statistics.public_map import PublicMap, read_map
-from protocol.wire.codec import decode, digest_of, to_array, to_tensor
+from protocol.wire.arrays import to_array, to_tensor
+from protocol.wire.codec import decode, digest_of
 from protocol.wire.messages import MAX_IMAGES, DifferentialPrivacy, Privacy, Submission, TaskManifest
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import MalformedMessage
-from protocol.wire.codec import to_array, to_tensor
+from protocol.wire.arrays import to_array, to_tensor
 from protocol.wire.messages import MAX_IMAGES, MAX_MAPPED_SIZE, Tensor
 
 MAX_VALUE = 127

@@ -10,7 +10,8 @@ import numpy as np
 
 from protocol.errors import BadSignature, MalformedMessage
 from protocol.statistics import second_moment
-from protocol.wire.codec import decode, encode, message_kind, to_array, to_tensor
+from protocol.wire.arrays import to_array, to_tensor
+from protocol.wire.codec import decode, encode, message_kind
 from protocol.wire.messages import MAX_FRAME_BYTES, MAX_SIGNED_BYTES, Frame, Message, Tensor
 from protocol.wire.signing import open_manifest
 from protocol.wire.topics import device_topic, is_name, parse_device_topic

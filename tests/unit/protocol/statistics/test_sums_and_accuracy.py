@@ -24,7 +24,7 @@ from protocol.statistics.second_moment import (
     to_triangle,
     triangle_size,
 )
-from protocol.wire.codec import to_tensor
+from protocol.wire.arrays import to_tensor
 from protocol.wire.messages import CONFIDENCE_BINS, Tensor
 
 SIZE = 5
