@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edge_client.data.principal_prototypes import principal_prototypes
 from edge_client.data.prototype_averaging import average
-from edge_client.privacy.noise import subkey
+from edge_client.privacy.noise_key import subkey
 from edge_client.privacy.perturbation import MAX_FLOAT16, perturb_prototypes
 from edge_client.privacy.policy import FAILED, is_private
 from edge_client.storage.stored_values import ClassReport, SubmissionForm, SubmissionReport

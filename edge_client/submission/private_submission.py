@@ -18,7 +18,7 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from edge_client.data.images import LabeledImage
-from edge_client.privacy.noise import KEY_BYTES, subkey
+from edge_client.privacy.noise_key import KEY_BYTES, subkey
 from edge_client.privacy.policy import BUDGET, FAILED, SUBMITTED
 from edge_client.privacy.sum_mechanism import NoisySums, noisy_sums
 from edge_client.storage.disk_space import DiskAlmostFull
