@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from edge_client.agent.events import HeadInstalled, InstallHead
+from edge_client.agent.events import HEAD_IN_USE, HeadInstalled, InstallHead
 from edge_client.agent.state import UploadItem, head_key
 from edge_client.predict.head import open_installed
 from edge_client.privacy.policy import HEAD_REFUSED
@@ -31,9 +31,6 @@ from protocol.wire.codec import encode
 from protocol.wire.messages import Evaluation
 
 log = logging.getLogger(__name__)
-
-HEAD_IN_USE = "head in use"
-"""The event that a head is installed."""
 
 
 @dataclass(frozen=True)
