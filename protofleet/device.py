@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edge_client.agent.events import HEAD_IN_USE
 from edge_client.agent.state import Mode
 from edge_client.cli.status import device_status
 from edge_client.config import membership
@@ -13,17 +14,15 @@ from edge_client.service import device as service
 from edge_client.service.device import SUBMISSION_RECEIVED
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Heads
-from edge_client.storage.job_folder import HEAD_IN_USE
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
 from protocol.storage.state_folder import default_state_folder
 from protocol.wire.topics import is_name
 from protofleet.embedded import Callback, Embedded
-from protofleet.images import BATCH_SIZE
-from protofleet.model import Model
 
 if TYPE_CHECKING:
     from edge_client.runtime.session import Provider
+    from protofleet.model import Model
 
 
 class Device(Embedded):
@@ -124,7 +123,6 @@ class Device(Embedded):
                 mode=Mode.SERVICE,
                 provider=self._provider,
                 threads=self._threads,
-                batch_size=BATCH_SIZE,
                 **self._settings,
             )
             self._service = service.Device(settings, store)
@@ -144,7 +142,7 @@ class Device(Embedded):
         with closing(DeviceState(self._folder, read_only=True)) as store:
             return device_status(store)
 
-    def wait_for_head(self, timeout_s: float | None = None) -> Model:
+    def wait_for_head(self, timeout_s: float | None = None) -> "Model":
         """Wait until a head is installed, also by an earlier run, and return it with its backbones.
 
         Raises:
@@ -154,12 +152,14 @@ class Device(Embedded):
         self._wait_for(self._has_head, timeout_s, "head")
         return self.model()
 
-    def model(self) -> Model:
+    def model(self) -> "Model":
         """Return the head that is installed with its backbones; each prediction uses the newest one.
 
         Raises:
             ConfigError: no head is installed.
         """
+        from protofleet.model import Model  # numpy, Pillow and ONNX Runtime
+
         return Model.installed(state=self._folder, provider=self._provider, threads=self._threads)
 
     def _has_head(self) -> bool:

@@ -11,7 +11,8 @@ from protocol.log import event
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.tls import BrokerAccess, Brokers
 from protocol.service_manager import ServiceManager
-from protocol.wire.codec import decode, digest_of, encode, to_tensor
+from protocol.wire.arrays import to_tensor
+from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import MAX_CHUNK_BYTES, MAX_FRAME_BYTES, MAX_SUMMED, Frame, SumReply, SumRequest
 from protocol.wire.repeated_transfers import Transfers
 from protocol.wire.signing import sign_sum

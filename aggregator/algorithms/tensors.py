@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import ProtofleetError
-from protocol.wire.codec import decode, encode, to_array, to_tensor
+from protocol.wire.arrays import to_array, to_tensor
+from protocol.wire.codec import decode, encode
 from protocol.wire.messages import MAX_BLOB_BYTES, Tensors
 
 

@@ -19,7 +19,8 @@ from aggregator.tasks.task_preparation import Task
 from protocol.errors import MalformedMessage, StateError
 from protocol.log import event
 from protocol.statistics.noisy_sums import released_values
-from protocol.wire.codec import decode, encode, to_array
+from protocol.wire.arrays import to_array
+from protocol.wire.codec import decode, encode
 from protocol.wire.messages import (
     MAX_FRAME_BYTES,
     Frame,

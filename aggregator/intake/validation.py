@@ -10,8 +10,9 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from protocol.errors import MalformedMessage, ProtofleetError, VersionMismatch
-from protocol.statistics.second_moment import MAX_VALUE, triangle_size
-from protocol.wire.codec import decode, message_kind, to_array
+from protocol.statistics.integer_rows import MAX_VALUE, triangle_size
+from protocol.wire.arrays import to_array
+from protocol.wire.codec import decode, message_kind
 from protocol.wire.messages import (
     MAX_IMAGES,
     Evaluation,

@@ -23,11 +23,13 @@ from aggregator.training.jobs import (
 )
 from aggregator.training.robust.weights import Counting
 from protocol.errors import BlobLost, ProtofleetError
+from protocol.statistics.integer_rows import MAX_VALUE, triangle_size
 from protocol.statistics.noisy_sums import UNITS, deviations, share_of_noise
 from protocol.statistics.public_map import read_map
-from protocol.statistics.second_moment import MAX_VALUE, from_triangle, triangle_size
+from protocol.statistics.second_moment import from_triangle
 from protocol.storage.blobstore import write_atomically
-from protocol.wire.codec import decode, encode, to_array, to_tensor
+from protocol.wire.arrays import to_array, to_tensor
+from protocol.wire.codec import decode, encode
 from protocol.wire.messages import Submission, SumReply, Tensor, Tensors
 
 LARGEST = 8.0

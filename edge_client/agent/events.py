@@ -9,6 +9,9 @@ from protocol.mqtt import events as mqtt
 from protocol.wire.messages import BlobRef, Frame, HeadManifest, HeadRef, Receipt, RoundManifest, TaskManifest
 from protocol.wire.transfer import Ranges
 
+HEAD_IN_USE = "head in use"
+"""The log event of a head that is installed."""
+
 
 class Occurrence(msgspec.Struct, frozen=True):
     """An event that is not a received message."""

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import GraphRefused
-from protocol.statistics.second_moment import MAX_VALUE
+from protocol.statistics.integer_rows import MAX_VALUE
 
 
 def to_rows(projection: NDArray[np.float32]) -> NDArray[np.int8]:

@@ -7,6 +7,7 @@ from collections import Counter
 import msgspec
 
 from edge_client.config import Settings
+from edge_client.privacy.noise_key import KEY_BYTES
 from edge_client.privacy.policy import BUDGET, FAILED
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.job_folder import Charge, Grant
@@ -19,9 +20,6 @@ from protocol.wire.codec import decode, digest_of
 from protocol.wire.messages import DifferentialPrivacy, Privacy, Submission, TaskManifest
 
 log = logging.getLogger(__name__)
-
-KEY_BYTES = 32
-"""Of a release's key, from which its noise and mask are derived."""
 
 _VERSION = b"5"
 """Version of the mechanism; changes when the same key would give other noise."""

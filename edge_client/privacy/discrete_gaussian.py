@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.privacy.noise import KEY_BYTES
+from edge_client.privacy.noise_key import KEY_BYTES
 
 _WORD = 8
 """Bytes of a random integer that decides one comparison; another follows in the rare case that it does not."""

@@ -5,22 +5,13 @@ output can be predicted from a part of it.
 """
 
 import hashlib
-import hmac
 import math
 from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-KEY_BYTES = 32
-
-
-def subkey(secret: bytes, *parts: bytes) -> bytes:
-    """Return an independent key, 32 bytes, for each sequence of parts; it does not reveal the secret, of 32 bytes."""
-    if len(secret) != KEY_BYTES:
-        raise ValueError(f"expected a secret of {KEY_BYTES} bytes, got {len(secret)}")
-    digests = b"".join(hashlib.sha256(part).digest() for part in parts)
-    return hmac.digest(secret, digests, "sha256")
+from edge_client.privacy.noise_key import KEY_BYTES
 
 
 def gaussian(key: bytes, shape: tuple[int, ...]) -> NDArray[np.float64]:

@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.privacy.noise import KEY_BYTES, NOISES, subkey
+from edge_client.privacy.noise import NOISES
+from edge_client.privacy.noise_key import KEY_BYTES, subkey
 from protocol.errors import PrivacyRefused
 from protocol.models.preprocessing import Preprocessing
 from protocol.wire.codec import digest_of

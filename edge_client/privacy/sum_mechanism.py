@@ -7,10 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.privacy.discrete_gaussian import discrete_gaussian
-from edge_client.privacy.noise import subkey
+from edge_client.privacy.noise_key import subkey
 from protocol.errors import PrivacyRefused
+from protocol.statistics.integer_rows import MAX_VALUE, triangle_size
 from protocol.statistics.noisy_sums import UNITS, deviations
-from protocol.statistics.second_moment import MAX_VALUE, add_products, to_triangle, triangle_size
+from protocol.statistics.second_moment import add_products, to_triangle
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edge_client.runtime.session import require_runtime
 from protocol.log import event
 
 log = logging.getLogger(__name__)
@@ -93,6 +92,8 @@ def _end_program() -> None:
 @contextlib.contextmanager
 def time_limit(limit_s: float) -> Iterator[Any]:
     """Yield ONNX Runtime options that end a run after a time, between two operators or iterations of a loop."""
+    from edge_client.runtime.session import require_runtime  # numpy, which the worker needs for a job only
+
     options = require_runtime().RunOptions()
     # Without it ONNX Runtime's Python code raises and catches an error in each run with bound arrays: 30 us.
     options.add_run_config_entry("gpu_graph_id", "0")

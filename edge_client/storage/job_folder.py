@@ -20,9 +20,6 @@ JOB_FILE, IMAGES_FILE, RESULT_FILE = "job.json", "images.json", "result.json"
 LAST_SUBMISSION = "last-submission"
 """File of the newest submission, which some jobs need again."""
 
-HEAD_IN_USE = "head in use"
-"""The event that a head is installed."""
-
 CHECKPOINTS = "checkpoints"
 """Folder of the state directory: a round's checkpoint outlives its job, until the round's submission is stored."""
 

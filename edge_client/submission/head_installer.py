@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from edge_client.agent.events import InstallHead
+from edge_client.agent.events import HEAD_IN_USE, InstallHead
 from edge_client.agent.state import UploadItem, head_key
 from edge_client.predict.head import open_installed
 from edge_client.privacy.policy import HEAD_REFUSED
 from edge_client.runtime.backbone import Backbone
 from edge_client.runtime.onnx_model import isolated_models
-from edge_client.storage.job_folder import HEAD_IN_USE, Installed, Line
+from edge_client.storage.job_folder import Installed, Line
 from edge_client.storage.stored_values import HeadProblem, Heads, InstalledHead, SubmissionReport
 from edge_client.submission.head_evaluation import (
     balanced,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edge_client.data.principal_prototypes import principal_prototypes
 from edge_client.data.prototype_averaging import average
-from edge_client.privacy.noise import subkey
+from edge_client.privacy.noise_key import subkey
 from edge_client.privacy.perturbation import MAX_FLOAT16, perturb_prototypes
 from edge_client.privacy.policy import FAILED, is_private
 from edge_client.storage.job_folder import Shown
@@ -29,7 +29,8 @@ from edge_client.training.local_round import LocalModel
 from protocol.cli import counted, plain
 from protocol.errors import PrivacyRefused, ProtofleetError
 from protocol.statistics.secure_sums import masked, sealed_mask, submission_context
-from protocol.wire.codec import digest_of, encode, to_array, to_tensor, to_unsigned
+from protocol.wire.arrays import to_array, to_tensor, to_unsigned
+from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import (
     MAX_IMAGES,
     Privacy,

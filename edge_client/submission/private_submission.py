@@ -16,7 +16,7 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from edge_client.data.images import LabeledImage
-from edge_client.privacy.noise import subkey
+from edge_client.privacy.noise_key import subkey
 from edge_client.privacy.policy import FAILED, SUBMITTED
 from edge_client.privacy.sum_mechanism import NoisySums, noisy_sums
 from edge_client.storage.disk_space import DiskAlmostFull
@@ -33,7 +33,8 @@ from protocol.errors import GraphRefused, Interrupted, PrivacyFailed, PrivacyRef
 from protocol.log import event
 from protocol.statistics.noisy_sums import UNITS, share_of_noise
 from protocol.statistics.public_map import PublicMap, read_map
-from protocol.wire.codec import decode, digest_of, to_array, to_tensor
+from protocol.wire.arrays import to_array, to_tensor
+from protocol.wire.codec import decode, digest_of
 from protocol.wire.messages import MAX_IMAGES, Privacy, Submission, TaskManifest
 
 log = logging.getLogger(__name__)

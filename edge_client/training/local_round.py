@@ -25,7 +25,8 @@ from edge_client.training.trainer import (
 from protocol.errors import GraphRefused, MalformedMessage, StateError
 from protocol.models.onnx_metadata import GraphMetadata
 from protocol.models.onnx_validation import check_graph
-from protocol.wire.codec import decode, digest_of, to_array, to_tensor
+from protocol.wire.arrays import to_array, to_tensor
+from protocol.wire.codec import decode, digest_of
 from protocol.wire.messages import BlobRef, Program, RoundManifest, TaskManifest, Tensor
 from protocol.wire.messages import Tensors as TensorsMessage
 

@@ -33,7 +33,7 @@ import math
 from collections.abc import Mapping
 
 from protocol.statistics.gaussian_privacy import epsilon_of
-from protocol.statistics.second_moment import MAX_VALUE, triangle_size
+from protocol.statistics.integer_rows import MAX_VALUE, triangle_size
 
 COUNT_WEIGHT = 0.2
 """w: counts tolerate more noise than sums, and get less of the budget."""

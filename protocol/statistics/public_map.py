@@ -7,8 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import GraphRefused, MalformedMessage
-from protocol.statistics.second_moment import MAX_VALUE
-from protocol.wire.codec import decode, encode, to_array, to_tensor
+from protocol.statistics.integer_rows import MAX_VALUE
+from protocol.wire.arrays import to_array, to_tensor
+from protocol.wire.codec import decode, encode
 from protocol.wire.messages import MAX_MAPPED_SIZE, Tensors
 
 

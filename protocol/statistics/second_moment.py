@@ -12,11 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import MalformedMessage
-from protocol.wire.codec import to_array, to_tensor
+from protocol.statistics.integer_rows import MAX_VALUE, triangle_size
+from protocol.wire.arrays import to_array, to_tensor
 from protocol.wire.messages import MAX_IMAGES, MAX_MAPPED_SIZE, Tensor
-
-MAX_VALUE = 127
-"""Largest value of a row, and its smallest, negative."""
 
 MAX_PLANES = 5
 """Bytes of a value in the encoding: 10,000,000 images of the largest values fit."""
@@ -29,11 +27,6 @@ EXACT_ROWS = 2**24 // MAX_VALUE**2
 
 _BLOCK = 256
 """Rows of the matrix that are computed at once."""
-
-
-def triangle_size(size: int) -> int:
-    """Return the number of values in the upper triangle of a matrix of `size` rows."""
-    return size * (size + 1) // 2
 
 
 def add_products(matrix: NDArray[np.int64], rows: NDArray[Any], weights: NDArray[Any] | None = None) -> None:

@@ -1,17 +1,14 @@
-"""Encode and decode messages: msgpack envelopes with raw tensors, every size checked before it is used."""
+"""Encode and decode messages: msgpack envelopes, every size checked before it is used. Imports no numpy."""
 
 import functools
 import hashlib
-import math
 from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
-import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
 from protocol.errors import MalformedMessage, VersionMismatch
-from protocol.wire.messages import MAX_CHUNK_BYTES, PROTOCOL_VERSION, Frame, Message, Tensor
+from protocol.wire.messages import MAX_CHUNK_BYTES, PROTOCOL_VERSION, Frame, Message
 
 M = TypeVar("M", bound=Message | Frame)
 
@@ -85,35 +82,3 @@ def message_kind(data: bytes) -> str:
     except _MALFORMED as error:
         raise MalformedMessage(f"not a message: {str(error)[:200]}") from error
     return kind
-
-
-def to_tensor(array: NDArray[Any]) -> Tensor:
-    """Return an array as a tensor; float16, float32, int8, int32, or unsigned integers of up to 32 bits.
-
-    Raises:
-        MalformedMessage: the array's dtype or number of dimensions is not supported.
-    """
-    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    try:
-        return msgspec.convert((little.dtype.str[1:], little.shape, little.tobytes()), Tensor)
-    except msgspec.ValidationError as error:
-        raise MalformedMessage(f"cannot send an array of {array.dtype} {array.shape}: {error}") from error
-
-
-def to_array(tensor: Tensor) -> NDArray[Any]:
-    """Return a tensor as a read-only array, without a copy; raises MalformedMessage if bytes and shape disagree."""
-    dtype = np.dtype("<" + tensor.dtype)
-    expected = math.prod(tensor.shape) * dtype.itemsize
-    if expected != len(tensor.data):
-        raise MalformedMessage(
-            f"expected {expected} bytes for {tensor.dtype} {tensor.shape}, got {len(tensor.data)}"
-        )
-    try:
-        return np.frombuffer(tensor.data, dtype=dtype).reshape(tensor.shape)
-    except ValueError as error:  # no values, but the product of the other edges overflows
-        raise MalformedMessage(f"no array can have shape {tensor.shape}: {error}") from error
-
-
-def to_unsigned(values: NDArray[Any]) -> Tensor:
-    """Return non-negative integers as a tensor of the smallest unsigned dtype that holds them."""
-    return to_tensor(values.astype(np.min_scalar_type(int(values.max(initial=0)))))

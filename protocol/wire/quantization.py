@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import MalformedMessage
-from protocol.wire.codec import to_array, to_tensor, to_unsigned
+from protocol.wire.arrays import to_array, to_tensor, to_unsigned
 from protocol.wire.messages import Block, TaskManifest, Tensor
 from protocol.wire.principal_prototypes import PrincipalPrototypes
 

@@ -8,7 +8,8 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from aggregator.intake.validation import Expectation, Prototypes, check_submission, read_message
-from protocol.wire.codec import digest_of, encode, to_unsigned
+from protocol.wire.arrays import to_unsigned
+from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, Submission, TaskManifest
 from protocol.wire.quantization import submission_fields
 from protofleet.prototypes import batch_prototypes, device_prototypes

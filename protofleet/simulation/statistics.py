@@ -19,7 +19,8 @@ from edge_client.data.statistics import group_rows, to_rows
 from protocol.models.cpu_session import cpu_session
 from protocol.statistics import second_moment
 from protocol.statistics.row_sums import RowSums
-from protocol.wire.codec import digest_of, encode, to_tensor
+from protocol.wire.arrays import to_tensor
+from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, Statistics, Submission, TaskManifest
 from protofleet.simulation.engine import LOCAL, Engine
 from protofleet.simulation.fedtc import submission_of, task_manifest

@@ -14,7 +14,7 @@ from benchmarks.accuracy.fedtc import partitions_option
 from benchmarks.data.images import NAMES
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
-from protocol.statistics.second_moment import MAX_VALUE
+from protocol.statistics.integer_rows import MAX_VALUE
 from protofleet.simulation.partitions import Partition, share_out
 from protofleet.simulation.statistics import MappedFeatures, map_features, run_fleet
 from research.poisoning.data_options import DataOptions, data_options

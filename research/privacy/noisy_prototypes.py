@@ -29,7 +29,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.privacy.noise import gaussian, subkey
+from edge_client.privacy.noise import gaussian
+from edge_client.privacy.noise_key import subkey
 from protocol.errors import PrivacyRefused
 
 COUNT_WEIGHT = 0.25

@@ -27,10 +27,10 @@ from benchmarks.report import Plot, Table, json_option, write_json
 from edge_client.privacy.sum_mechanism import noisy_sums
 from protocol.errors import ProtofleetError
 from protocol.statistics.gaussian_privacy import noise_multiplier
+from protocol.statistics.integer_rows import MAX_VALUE
 from protocol.statistics.noisy_sums import epsilon_of_sums
 from protocol.statistics.public_map import PublicMap
 from protocol.statistics.row_sums import RowSums
-from protocol.statistics.second_moment import MAX_VALUE
 from protocol.wire.codec import digest_of
 from protofleet.simulation.fleet import Features
 from research.privacy.noisy_prototypes import Mechanism

@@ -15,13 +15,14 @@ from benchmarks.data.features import load_features
 from benchmarks.data.images import NAMES
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
+from protocol.statistics.integer_rows import triangle_size
 from protocol.statistics.noisy_sums import released_values
 from protocol.statistics.row_sums import RowSums
 from protocol.statistics.second_moment import encode as pack
-from protocol.statistics.second_moment import triangle_size
 from protocol.statistics.secure_sums import masked, sealed_mask, submission_context
 from protocol.storage.blobstore import BlobStore
-from protocol.wire.codec import digest_of, encode, to_tensor
+from protocol.wire.arrays import to_tensor
+from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import MaskedSubmission, Privacy, Submission, SumRequest
 from research.privacy.noisy_sums import BACKBONE, SIZE, map_of_photographs
 from sums_operator.checks import Policy

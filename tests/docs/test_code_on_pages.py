@@ -13,8 +13,8 @@ import protofleet
 from aggregator.algorithms.registry import GROUP
 from aggregator.heads.rollout import HEAD_ACTIVATED
 from aggregator.intake.accepted_submissions import SUBMISSION_ACCEPTED
+from edge_client.agent.events import HEAD_IN_USE
 from edge_client.service.device import SUBMISSION_RECEIVED
-from edge_client.submission.head_installer import HEAD_IN_USE
 from examples.python.median_prototypes import MedianProto
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.fleets.fleet import write_digits, write_task

@@ -10,7 +10,9 @@ import numpy as np
 
 from protocol.errors import BadSignature, MalformedMessage
 from protocol.statistics import second_moment
-from protocol.wire.codec import decode, encode, message_kind, to_array, to_tensor
+from protocol.statistics.integer_rows import triangle_size
+from protocol.wire.arrays import to_array, to_tensor
+from protocol.wire.codec import decode, encode, message_kind
 from protocol.wire.messages import MAX_FRAME_BYTES, MAX_SIGNED_BYTES, Frame, Message, Tensor
 from protocol.wire.signing import open_manifest
 from protocol.wire.topics import device_topic, is_name, parse_device_topic
@@ -128,7 +130,7 @@ def open_signed(data: bytes) -> None:
 COUNTS = np.array([5, 2], np.uint8)
 SIZES = (1, 3, 30)
 SUMS = {size: np.arange(2 * size, dtype=np.int32).reshape(2, size) for size in SIZES}
-MOMENTS = {size: np.arange(second_moment.triangle_size(size)) * 37 - 99 for size in SIZES}
+MOMENTS = {size: np.arange(triangle_size(size)) * 37 - 99 for size in SIZES}
 
 
 def decode_moment(data: bytes) -> None:

@@ -13,7 +13,8 @@ from aggregator.storage.store import Store
 from aggregator.storage.sum_lists import PendingList, SumLists, put_sums, sums_of
 from protocol.statistics.noisy_sums import released_values
 from protocol.storage.state_folder import make_state_folder
-from protocol.wire.codec import decode, digest_of, encode, to_array, to_tensor
+from protocol.wire.arrays import to_array, to_tensor
+from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import MAX_RELEASED, SecondOperator, SumReply, SumRequest, Tensor
 from protocol.wire.signing import is_own_sum, public_key, sign_sum
 from protocol.wire.transfer import frames_of

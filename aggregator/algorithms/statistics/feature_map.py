@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import OneShot
 from protocol.errors import ConfigError
-from protocol.statistics.second_moment import MAX_VALUE
+from protocol.statistics.integer_rows import MAX_VALUE
 from protocol.wire.messages import MAX_MAPPED_SIZE
 
 LEVELS = 8

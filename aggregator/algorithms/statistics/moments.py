@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.statistics.feature_map import FeatureMap
 from protocol.errors import ProtofleetError
+from protocol.statistics.integer_rows import triangle_size
 from protocol.statistics.row_sums import RowSums
-from protocol.statistics.second_moment import from_triangle, triangle_size
+from protocol.statistics.second_moment import from_triangle
 
 ROUNDING = 1e-10
 """Negative eigenvalue of a scatter, relative to the sum of all squares, that rounding explains."""

@@ -12,9 +12,10 @@ from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.statistics.feature_map import Nodes
 from aggregator.algorithms.statistics.ridge import TEMPERATURE
 from protocol.errors import ProtofleetError
+from protocol.statistics.integer_rows import MAX_VALUE
 from protocol.statistics.noisy_sums import UNITS, deviations
 from protocol.statistics.public_map import PublicMap
-from protocol.statistics.second_moment import MAX_VALUE, from_triangle
+from protocol.statistics.second_moment import from_triangle
 
 MIN_VARIANCE = 1e-9
 """Of a component, relative to the first one's."""

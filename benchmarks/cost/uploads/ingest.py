@@ -28,7 +28,8 @@ from benchmarks.processes import ROOT, mosquitto, running
 from benchmarks.report import Table, json_option, write_json
 from protocol.errors import ProtofleetError
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Event, Received, Session
-from protocol.wire.codec import decode, digest_of, encode, to_unsigned
+from protocol.wire.arrays import to_unsigned
+from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import Presence, Receipt, Submission
 from protocol.wire.quantization import prototype_fields
 from protocol.wire.signing import sign_frame

@@ -16,7 +16,8 @@ from protocol.mqtt import events as mqtt
 from protocol.mqtt.client import ConnectionOptions
 from protocol.mqtt.own_presence import OwnPresence
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAddress
-from protocol.wire.codec import decode, digest_of, encode, to_unsigned
+from protocol.wire.arrays import to_unsigned
+from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import (
     MAX_FRAME_BYTES,
     MAX_MANIFEST_BYTES,

@@ -11,7 +11,8 @@ from edge_client.data.images import LabeledImage
 from edge_client.runtime.program_graph import Role
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.training.trainer import Checkpoint, TrainingHooks
-from protocol.wire.codec import digest_of, encode, to_tensor
+from protocol.wire.arrays import to_tensor
+from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, Program, RoundManifest, TaskManifest, Tensors
 from tests.support.graphs.step_graphs import FEATURES, file, round_tensors
 

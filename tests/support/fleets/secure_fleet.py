@@ -12,7 +12,8 @@ from aggregator.storage.store import Store
 from aggregator.storage.sum_lists import sums_of
 from edge_client.storage.device_state import DeviceState
 from protocol.statistics.secure_sums import mask_of, open_seed, submission_context
-from protocol.wire.codec import decode, to_array
+from protocol.wire.arrays import to_array
+from protocol.wire.codec import decode
 from protocol.wire.messages import SealedMask, Submission, TaskManifest, Tensors
 from protofleet.public_map import public_map
 from sums_operator.state import read_keys

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from protocol.wire import messages
-from protocol.wire.codec import to_tensor
+from protocol.wire.arrays import to_tensor
 from protocol.wire.messages import (
     PROTOCOL_VERSION,
     BlobRef,

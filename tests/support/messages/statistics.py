@@ -9,7 +9,8 @@ from aggregator.algorithms.statistics.moments import moments_of
 from aggregator.graphs.head_export import map_to_onnx, mapped
 from aggregator.intake.validation import Expectation
 from protocol.statistics.second_moment import encode as encode_moment
-from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
+from protocol.wire.arrays import to_tensor, to_unsigned
+from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, Statistics, Submission, TaskManifest
 from tests.support.messages.submissions import FEATURE_SIZE, MANIFEST
 

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from aggregator.coordination.round_state import Settings
 from aggregator.intake.validation import Expectation
 from aggregator.storage.stored_values import ServedTask
-from protocol.wire.codec import digest_of, encode, to_array, to_tensor, to_unsigned
+from protocol.wire.arrays import to_array, to_tensor, to_unsigned
+from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, DeviceInfo, Evaluation, Program, Submission, TaskManifest
 from protocol.wire.principal_prototypes import PrincipalPrototypes
 from protocol.wire.quantization import RANGE, dequantize, principal_fields, prototype_fields, range_of

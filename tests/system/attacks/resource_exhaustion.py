@@ -14,7 +14,8 @@ from msgspec import UNSET
 
 from aggregator.config.schema import Limits
 from aggregator.messaging.blob_sender import SMALLEST_DOWNLOAD_BYTES
-from protocol.wire.codec import decode, digest_of, encode, to_array, to_tensor, to_unsigned
+from protocol.wire.arrays import to_array, to_tensor, to_unsigned
+from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import MAX_CHUNK_BYTES, BlobRequest, Frame, Privacy, Submission, TaskManifest
 from protocol.wire.signing import open_manifest, public_key
 from tests.support.fleets.aggregator_process import spoil

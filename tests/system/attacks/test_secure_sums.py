@@ -20,7 +20,8 @@ from protocol.mqtt.tls import BrokerAccess
 from protocol.statistics.noisy_sums import deviations
 from protocol.statistics.secure_sums import mask_of, open_seed, sealed_mask, submission_context
 from protocol.storage.keyfile import read_key
-from protocol.wire.codec import decode, digest_of, encode, to_array, to_tensor
+from protocol.wire.arrays import to_array, to_tensor
+from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import (
     MAX_FRAME_BYTES,
     Frame,

@@ -17,7 +17,7 @@ from aggregator.storage.sum_lists import sums_of
 from protocol.errors import ConfigError
 from protocol.statistics.noisy_sums import UNITS
 from protocol.storage.keyfile import read_key
-from protocol.wire.codec import to_array
+from protocol.wire.arrays import to_array
 from protocol.wire.messages import Submission
 from protocol.wire.signing import public_key
 from tests.support.fleets.fleet import Fleet

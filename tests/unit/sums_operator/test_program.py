@@ -11,7 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Outgoing, Received, Session
-from protocol.wire.codec import decode, digest_of, encode, to_array
+from protocol.wire.arrays import to_array
+from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import MAX_BLOB_BYTES, MAX_FRAME_BYTES, Frame, SumReply, SumRequest
 from protocol.wire.signing import is_own_sum, public_key
 from protocol.wire.topics import fleet_topic

@@ -32,7 +32,8 @@ from edge_client.data.statistics import to_rows
 from edge_client.runtime.program_graph import open_graph
 from edge_client.training.trainer import project
 from protocol.errors import ProtofleetError
-from protocol.statistics.second_moment import MAX_VALUE, from_triangle, to_triangle
+from protocol.statistics.integer_rows import MAX_VALUE
+from protocol.statistics.second_moment import from_triangle, to_triangle
 from tests.support.graphs.backbones import tiny_backbone
 from tests.support.graphs.heads import head_metadata
 

@@ -34,7 +34,8 @@ from aggregator.training.job_processes import Finished
 from aggregator.training.jobs import HeadJob, Result
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
-from protocol.wire.codec import digest_of, encode, to_unsigned
+from protocol.wire.arrays import to_unsigned
+from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, Submission
 from protocol.wire.quantization import prototype_fields
 from tests.support.fleets.aggregator_process import Device, aggregator, run_aggregator, write_task

@@ -20,7 +20,8 @@ from aggregator.training.noisy_sums_job import run
 from protocol.errors import ProtofleetError
 from protocol.statistics.noisy_sums import released_values
 from protocol.statistics.secure_sums import masked, sealed_mask, submission_context
-from protocol.wire.codec import decode, digest_of, encode, to_array, to_tensor
+from protocol.wire.arrays import to_array, to_tensor
+from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import (
     MAX_CHUNK_BYTES,
     BlobRef,

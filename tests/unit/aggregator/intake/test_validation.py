@@ -21,7 +21,8 @@ from aggregator.intake.validation import (
     count_rows,
     read_message,
 )
-from protocol.wire.codec import encode, to_tensor, to_unsigned
+from protocol.wire.arrays import to_tensor, to_unsigned
+from protocol.wire.codec import encode
 from protocol.wire.messages import (
     MAX_IMAGES,
     Block,

@@ -20,7 +20,8 @@ from aggregator.server.device_messages import bounded_info
 from aggregator.storage.open_store import open_store
 from protocol.errors import StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
-from protocol.wire.codec import decode, digest_of, encode, to_tensor
+from protocol.wire.arrays import to_tensor
+from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import (
     BlobRequest,
     Frame,

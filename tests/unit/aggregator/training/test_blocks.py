@@ -15,7 +15,8 @@ from aggregator.training.robust import outlier_detection, training_set
 from aggregator.training.robust.outlier_detection import judge
 from aggregator.training.robust.outlier_statistics import summaries, summarized
 from aggregator.training.robust.training_set import judged_set, limited_means
-from protocol.wire.codec import digest_of, encode, to_unsigned
+from protocol.wire.arrays import to_unsigned
+from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import Submission
 from protocol.wire.principal_prototypes import joined
 from protocol.wire.quantization import principal_fields, prototype_fields

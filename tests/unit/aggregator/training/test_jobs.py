@@ -32,7 +32,8 @@ from aggregator.training.jobs import CalibrationJob, Result, RoundJob
 from aggregator.training.round_job import run
 from protocol.errors import ProtofleetError
 from protocol.models.onnx_metadata import HeadMetadata, read_metadata
-from protocol.wire.codec import encode, to_array, to_tensor, to_unsigned
+from protocol.wire.arrays import to_array, to_tensor, to_unsigned
+from protocol.wire.codec import encode
 from protocol.wire.messages import CONFIDENCE_BINS, Evaluation, Submission, Tensors
 from tests.support.graphs.heads import head_metadata
 from tests.support.messages.jobs import head_job, workspace

@@ -30,7 +30,8 @@ from protocol.errors import ProtofleetError
 from protocol.statistics.noisy_sums import UNITS, deviations
 from protocol.statistics.public_map import read_map
 from protocol.statistics.row_sums import RowSums
-from protocol.wire.codec import encode, to_tensor
+from protocol.wire.arrays import to_tensor
+from protocol.wire.codec import encode
 from protocol.wire.messages import BlobRef, DifferentialPrivacy, Privacy, Statistics, Submission, Tensors
 from tests.support.messages.jobs import workspace
 from tests.support.messages.submissions import FEATURE_SIZE, MANIFEST

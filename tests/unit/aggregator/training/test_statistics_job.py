@@ -26,7 +26,7 @@ from aggregator.training.statistics_sums import submitted_moments
 from protocol.errors import ProtofleetError
 from protocol.statistics.second_moment import decode, from_triangle, to_triangle
 from protocol.statistics.second_moment import encode as encode_moment
-from protocol.wire.codec import to_array, to_tensor
+from protocol.wire.arrays import to_array, to_tensor
 from protocol.wire.messages import Submission
 from protofleet.simulation.statistics import sums_submission
 from tests.support.messages.jobs import statistics_job, workspace

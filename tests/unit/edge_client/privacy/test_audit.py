@@ -15,7 +15,7 @@ from scipy.stats import beta
 
 from edge_client.privacy import sum_mechanism as module
 from edge_client.privacy.discrete_gaussian import discrete_gaussian
-from edge_client.privacy.noise import subkey
+from edge_client.privacy.noise_key import subkey
 from edge_client.privacy.sum_mechanism import noisy_sums
 from protocol.statistics.gaussian_privacy import noise_multiplier
 from protocol.statistics.noisy_sums import UNITS, deviations, epsilon_of_sums

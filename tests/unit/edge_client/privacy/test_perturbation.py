@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from edge_client.privacy.noise import gaussian, laplace, subkey
+from edge_client.privacy.noise import gaussian, laplace
+from edge_client.privacy.noise_key import subkey
 from edge_client.privacy.perturbation import perturb_image, perturb_prototypes, to_half
 from edge_client.privacy.policy import check_task
 from edge_client.storage.stored_values import Secret

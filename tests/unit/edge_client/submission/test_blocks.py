@@ -27,7 +27,8 @@ from edge_client.submission.prepared_submission import (
     encode_submission,
     prepare_prototypes,
 )
-from protocol.wire.codec import encode, to_array
+from protocol.wire.arrays import to_array
+from protocol.wire.codec import encode
 from protocol.wire.messages import Perturbation, Submission
 from tests.support.devices.block_device import BACKBONES, SIZES, BlockDevice
 from tests.support.devices.device_factory import make_manifest, write_images

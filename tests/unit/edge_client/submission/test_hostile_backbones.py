@@ -19,9 +19,10 @@ from edge_client.storage.stored_values import PrivacySpent, SubmissionReport
 from edge_client.submission import image_features
 from edge_client.submission.image_features import Workspace
 from protocol.errors import BackboneMismatch
+from protocol.statistics.integer_rows import MAX_VALUE
 from protocol.statistics.noisy_sums import UNITS
-from protocol.statistics.second_moment import MAX_VALUE
-from protocol.wire.codec import digest_of, to_array
+from protocol.wire.arrays import to_array
+from protocol.wire.codec import digest_of
 from protocol.wire.messages import BlobRef, Submission
 from tests.support.devices.worker_benches import PrivateBench, without_privacy
 from tests.support.graphs.backbones import tiny_backbone

@@ -22,7 +22,7 @@ from protocol.errors import PrivacyRefused
 from protocol.statistics.noisy_sums import UNITS, deviations
 from protocol.statistics.public_map import PublicMap
 from protocol.statistics.secure_sums import mask_of, open_seed, submission_context
-from protocol.wire.codec import to_array
+from protocol.wire.arrays import to_array
 from protocol.wire.messages import SealedMask, SecondOperator, Statistics, Submission
 from protocol.wire.signing import is_own_mask, public_key
 from tests.support.devices.device_factory import run_jobs

@@ -30,7 +30,8 @@ from protocol.errors import PrivacyRefused, StateError
 from protocol.statistics.noisy_sums import MAX_DISCRETENESS, UNITS, deviations
 from protocol.statistics.public_map import PublicMap, read_map
 from protocol.statistics.second_moment import from_triangle
-from protocol.wire.codec import encode, to_array
+from protocol.wire.arrays import to_array
+from protocol.wire.codec import encode
 from protocol.wire.messages import BlobRef, Evaluation, Perturbation, Privacy, Statistics, Submission
 from tests.support.devices.device_factory import PROGRAM, TINY, run_jobs
 from tests.support.devices.worker_benches import PUBLIC_MAP, SIZE, WANTED, PrivateBench, without_privacy

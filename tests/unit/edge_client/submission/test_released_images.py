@@ -28,7 +28,7 @@ from edge_client.training import local_round
 from edge_client.training.local_round import LocalModel, RoundResult
 from edge_client.training.trainer import TrainingSet
 from protocol.errors import Interrupted, ProtofleetError
-from protocol.wire.codec import to_array
+from protocol.wire.arrays import to_array
 from protocol.wire.messages import BlobRef, Program, RoundManifest, Submission, TaskManifest
 from protofleet.prototypes import average_class
 from tests.support.devices.device_factory import (

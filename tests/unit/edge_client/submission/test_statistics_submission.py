@@ -25,7 +25,7 @@ from edge_client.submission.statistics_submission import prepare_statistics
 from edge_client.training.trainer import Diverged
 from protocol.errors import GraphRefused, Interrupted, PrivacyRefused
 from protocol.statistics.second_moment import decode, from_triangle
-from protocol.wire.codec import to_array
+from protocol.wire.arrays import to_array
 from protocol.wire.messages import Perturbation, Statistics, Submission, TaskManifest
 from tests.support.devices.device_factory import PROGRAM, TINY, make_manifest, make_workspace, write_images
 from tests.support.devices.round_factory import stored

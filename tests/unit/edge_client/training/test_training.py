@@ -38,7 +38,8 @@ from edge_client.training.trainer import (
 )
 from protocol.errors import GraphRefused, Interrupted, StateError
 from protocol.storage.blobstore import BlobStore
-from protocol.wire.codec import digest_of, encode, to_array
+from protocol.wire.arrays import to_array
+from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import Receipt, RoundManifest, TaskManifest
 from tests.support.devices.round_factory import (
     TASK,

@@ -20,7 +20,7 @@ from protocol.statistics.secure_sums import (
     sealed_mask,
     submission_context,
 )
-from protocol.wire.codec import to_tensor
+from protocol.wire.arrays import to_tensor
 from protocol.wire.messages import SealedMask, SumReply
 from protocol.wire.signing import is_own_mask, is_own_sum, public_key, sign_sum
 

@@ -15,16 +15,10 @@ from numpy.typing import NDArray
 from protocol.errors import MalformedMessage
 from protocol.statistics.balanced_accuracy import balanced_accuracy
 from protocol.statistics.confidence import LOWEST, WIDTH, bin_centers, confidence_bins
+from protocol.statistics.integer_rows import triangle_size
 from protocol.statistics.row_sums import RowSums
-from protocol.statistics.second_moment import (
-    add_products,
-    decode,
-    encode,
-    from_triangle,
-    to_triangle,
-    triangle_size,
-)
-from protocol.wire.codec import to_tensor
+from protocol.statistics.second_moment import add_products, decode, encode, from_triangle, to_triangle
+from protocol.wire.arrays import to_tensor
 from protocol.wire.messages import CONFIDENCE_BINS, Tensor
 
 SIZE = 5

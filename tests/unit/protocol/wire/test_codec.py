@@ -28,8 +28,9 @@ from msgspec.inspect import (
 from numpy.typing import NDArray
 
 from protocol.errors import MalformedMessage, VersionMismatch
+from protocol.wire.arrays import to_array, to_tensor, to_unsigned
 from protocol.wire.canary_rank import canary_rank
-from protocol.wire.codec import decode, encode, message_kind, to_array, to_tensor, to_unsigned
+from protocol.wire.codec import decode, encode, message_kind
 from protocol.wire.messages import (
     BlobRef,
     BlobRequest,
