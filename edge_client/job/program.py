@@ -14,8 +14,10 @@ from msgspec.structs import replace
 from edge_client.agent.events import BuildSubmission, InstallHead
 from edge_client.agent.state import Mode
 from edge_client.config import Settings
+from edge_client.data.extraction import Isolate
 from edge_client.data.image_scanner import Scan
 from edge_client.data.images import LabeledImage
+from edge_client.runtime.backbone import Backbone
 from edge_client.runtime.session import require_runtime
 from edge_client.storage.culprits import Culprits
 from edge_client.storage.disk_space import DiskAlmostFull
@@ -55,7 +57,7 @@ from protocol.errors import (
 from protocol.log import fields_of
 from protocol.storage.folder_lock import FolderLock
 from protocol.wire.codec import decode
-from protocol.wire.messages import MAX_MANIFEST_BYTES, HeadRef, RoundManifest, TaskManifest
+from protocol.wire.messages import MAX_MANIFEST_BYTES, RoundManifest, TaskManifest
 
 Message = TypeVar("Message")
 
@@ -124,8 +126,8 @@ def main(pipe: Connection) -> None:
     serve(pipe)
 
 
-def serve(pipe: Connection) -> None:
-    """Run jobs until the pipe is closed."""
+def serve(pipe: Connection, *, isolate: Isolate = Backbone.isolated) -> None:
+    """Run jobs until the pipe is closed; `isolate` runs backbones under differential privacy."""
     service = _Service(pipe)
     try:
         require_runtime()
@@ -134,7 +136,7 @@ def serve(pipe: Connection) -> None:
         service.send(Ready(str(error)))
         return
     service.send(Ready())
-    with contextlib.closing(_Program(service)) as program, contextlib.suppress(EOFError):
+    with contextlib.closing(_Program(service, isolate)) as program, contextlib.suppress(EOFError):
         while True:
             message = service.receive()
             if isinstance(message, Run):
@@ -144,8 +146,8 @@ def serve(pipe: Connection) -> None:
 class _Program:
     """What stays open from one job to the next: the feature cache, and backbones."""
 
-    def __init__(self, service: _Service) -> None:
-        self._service = service
+    def __init__(self, service: _Service, isolate: Isolate) -> None:
+        self._service, self._isolate = service, isolate
         self._workspace: Workspace | None = None
         self._lock: FolderLock | None = None
 
@@ -175,14 +177,14 @@ class _Program:
             workspace = self._open(state, folder, job)
             rounds, manifest = RoundTraining(workspace), _decoded(job.manifest, TaskManifest)
             runner: SubmissionBuilder | HeadInstaller
-            if job.kind == "build":
+            if job.head is None:
                 runner = builder = SubmissionBuilder(workspace, rounds)
                 opened = _decoded(job.round, RoundManifest) if job.round else None
                 build = BuildSubmission(job.task, manifest, opened, above=job.above)
                 result = Result(outcome=builder.build(build, _never), shown=builder.shown)
             else:
                 runner = installer = HeadInstaller(workspace, rounds)
-                install = InstallHead(job.task, manifest, _decoded(job.head, HeadRef), job.as_canary)
+                install = InstallHead(job.task, manifest, job.head, job.as_canary)
                 result = Result(outcome=installer.install(install, _never))
         except StateError as error:
             return Result(outcome=_problem(error))
@@ -215,6 +217,7 @@ class _Program:
                 self._service.send, deaths=job.deaths, suspects=job.suspects, guilty=job.guilty
             ),
             show_progress=self._service.send,
+            isolate=self._isolate,
         )
         workspace.charge = lambda charge: _granted(workspace, self._service.charge(charge))
         if before is not None:

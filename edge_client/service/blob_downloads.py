@@ -80,14 +80,13 @@ class BlobDownloads:
             return state.stored
         store = self._store
         used = {state.task, *(blob.digest for blob in state.required_blobs)}
-        with store.keeping:
-            facts = (store.get(StoredLocalModel), store.get(StoredInitialModel), store.get(CurrentRound))
-            used |= {fact.digest for fact in facts} | store.image_groups.files()
-            heads = store.get(Heads)
-            for head in filter(None, (heads.installed, heads.previous)):
-                # Backbones too: the head of an earlier task stays in use until there is one of this task.
-                used |= {head.head, head.tensors, head.local_model, *head.backbones}
-            self._blobs.keep_only(used - {b""})
+        facts = (store.get(StoredLocalModel), store.get(StoredInitialModel), store.get(CurrentRound))
+        used |= {fact.digest for fact in facts} | store.image_groups.files()
+        heads = store.get(Heads)
+        for head in filter(None, (heads.installed, heads.previous)):
+            # Backbones too: the head of an earlier task stays in use until there is one of this task.
+            used |= {head.head, head.tensors, head.local_model, *head.backbones}
+        self._blobs.keep_only(used - {b""})
         return frozenset(self._blobs.digests())
 
 

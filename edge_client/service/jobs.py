@@ -391,7 +391,7 @@ class Jobs:
             guilty=store.culprits.guilty(),
         )
         if isinstance(action, events.InstallHead):
-            return msgspec.structs.replace(common, head=encode(action.head), as_canary=action.as_canary)
+            return msgspec.structs.replace(common, head=action.head, as_canary=action.as_canary)
         return msgspec.structs.replace(common, round=encode(action.round) if action.round else b"")
 
     def _secret(self, wanted: Wanted) -> bytes:

@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import shutil
-import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -171,8 +170,6 @@ class DeviceState:
         elif not file.is_file():
             raise StateError(f"no device state in {folder}: run edge-client first, or give its --state")
         self.blobs = BlobStore(folder / "blobs")
-        self.keeping = threading.Lock()
-        """Held while a blob and its reference are stored, so that unused blobs are not deleted in between."""
         self._lock = FolderLock(folder)
         self._database = Database(
             file,

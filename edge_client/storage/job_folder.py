@@ -13,7 +13,7 @@ from edge_client.agent.state import UploadItem
 from edge_client.storage.image_group_record import Partition
 from edge_client.storage.privacy_ledger import Release
 from edge_client.storage.stored_values import SubmissionReport
-from protocol.wire.messages import Privacy
+from protocol.wire.messages import HeadRef, Privacy
 
 JOB_FILE, IMAGES_FILE, RESULT_FILE = "job.json", "images.json", "result.json"
 
@@ -76,7 +76,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         version: of the program that has written it; one of another version cannot run it.
-        manifest, round, head: encoded as on the wire; `round` is empty in a task without rounds.
+        manifest, round: encoded as on the wire; `round` is empty in a task without rounds.
         number: a free sequence number.
         above: the sequence number that a submission must exceed; 0 for none.
         facts: stored facts by their names, as JSON.
@@ -93,7 +93,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     task: bytes
     manifest: bytes
     round: bytes = b""
-    head: bytes = b""
+    head: HeadRef | None = None
     as_canary: bool = False
     number: int = 0
     above: int = 0

@@ -150,7 +150,6 @@ class JobState:
         self.outbox = JobOutbox(job_folder, job, self.set)
         self.image_groups = JobGroups(job.partition)
         self.clock = JobClock(job.now_s)
-        self.keeping = contextlib.nullcontext()
         self.changes: dict[str, msgspec.Raw] = {}
         self.sealing_key = b""
         """The device's private key, once it was granted."""

@@ -76,7 +76,9 @@ class SubmissionBuilder:
                 item = self._rounds.existing_submission(build.task, build.round, above=build.above)
             if item is not None:
                 return Built(item=item)
-            if not is_private(build.manifest):  # which decodes no image before a charge
+            if workspace.culprits.suspects and not is_private(
+                build.manifest
+            ):  # decoded after the charge there
                 # Outside `run_task`: the task is not to blame for an image.
                 workspace.decode_suspects(workspace.find_images(build.manifest), should_stop)
             with workspace.run_task(build.manifest):

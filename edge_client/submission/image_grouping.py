@@ -147,12 +147,11 @@ def _record(
     workspace: Workspace, before: Partition, after: Partition, files: Mapping[int, NDArray[np.float16]]
 ) -> None:
     store = workspace.store
-    with store.keeping:
-        for number in (each for each, block in after.blocks.items() if block != before.blocks.get(each)):
-            content = _packed(files[number])
-            require_space(store.folder, len(content), what="the coefficients of a block")
-            store.blobs.put(content)
-        store.image_groups.write(before, after)
+    for number in (each for each, block in after.blocks.items() if block != before.blocks.get(each)):
+        content = _packed(files[number])
+        require_space(store.folder, len(content), what="the coefficients of a block")
+        store.blobs.put(content)
+    store.image_groups.write(before, after)
 
 
 def _rows(content: bytes, members: Collection[Key]) -> NDArray[np.float16]:

@@ -121,12 +121,11 @@ class RoundTraining:
         Raises:
             ProtofleetError: the submission does not fit the outbox.
         """
-        with self._store.keeping:
-            model = self._put_model(prepared.local_model) if prepared.local_model else b""
-            facts = (StoredLocalModel(task, model),)
-            return self._store.outbox.keep(
-                "submission", payload, task=task, about=str(manifest.number), facts=facts
-            )
+        model = self._put_model(prepared.local_model) if prepared.local_model else b""
+        facts = (StoredLocalModel(task, model),)
+        return self._store.outbox.keep(
+            "submission", payload, task=task, about=str(manifest.number), facts=facts
+        )
 
     def local_model_digest(self, task: bytes) -> bytes:
         """Return the digest of the task's local model; empty if there is none or it is lost."""
@@ -137,9 +136,8 @@ class RoundTraining:
         images = found.for_training()
         data = self._training_set(manifest, images) if images else None
         model = local_round.initial_model(manifest, tensors, data=data, blobs=self._store.blobs)
-        with self._store.keeping:
-            digest = self._put_model(model)
-            self._store.set(StoredInitialModel(digest))
+        digest = self._put_model(model)
+        self._store.set(StoredInitialModel(digest))
         return digest
 
     def _put_model(self, model: LocalModel) -> bytes:

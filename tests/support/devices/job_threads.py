@@ -1,18 +1,23 @@
 """Runs the program of jobs on threads of the tests' process, where they can replace what it uses."""
 
+import contextlib
 import os
+import socket
 import subprocess
 import threading
 from multiprocessing.connection import Connection
-from typing import IO
+from typing import IO, ClassVar
 
+from edge_client.data.extraction import Isolate
 from edge_client.job.program import serve
+from edge_client.runtime.backbone import Backbone
 
 
 class JobThread:
     """A thread in place of a process; killed, it loses its pipe and continues unheard."""
 
     stderr: IO[bytes] | None = None
+    isolate: ClassVar[Isolate] = Backbone.isolated
 
     def __init__(self, module: str, pipe: Connection, _alive: int) -> None:
         assert module == "edge_client.job"
@@ -29,11 +34,12 @@ class JobThread:
 
     def kill(self) -> None:
         self._code = -9
-        self._pipe.close()
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._pipe.fileno())) as pipe:
+            pipe.shutdown(socket.SHUT_RDWR)
 
     def _run(self) -> None:
         try:
-            serve(self._pipe)
+            serve(self._pipe, isolate=JobThread.isolate)
             self._code = 0
         except OSError:  # killed
             pass

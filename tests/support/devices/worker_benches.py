@@ -1,5 +1,6 @@
-"""The worker of a device, whose jobs run on the caller's thread, with the state folder that it works on."""
+"""The jobs of a device without its agent, with the state folder that they work on."""
 
+import queue
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,15 @@ import numpy as np
 from aggregator.intake.validation import read_message
 from edge_client.agent import events
 from edge_client.agent.state import UploadItem
+from edge_client.config import Settings
 from edge_client.data.extraction import Isolate
 from edge_client.service.device import Device
-from edge_client.service.worker import Worker
+from edge_client.service.jobs import JobEvent, Jobs, ShowDryRun
 from edge_client.storage.device_state import DeviceState
+from edge_client.storage.feature_cache import FeatureCache
+from edge_client.storage.job_folder import Shown
 from edge_client.storage.stored_values import BuildProblem
-from edge_client.submission.prepared_submission import PreparedSubmission
+from edge_client.submission.image_features import Workspace
 from protocol.statistics.public_map import PublicMap
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import (
@@ -34,10 +38,11 @@ from tests.support.devices.device_factory import (
     make_manifest,
     make_settings,
     noise,
+    open_workspace,
     payload_of,
-    run_jobs,
     write_images,
 )
+from tests.support.devices.job_threads import JobThread
 from tests.support.graphs.backbones import tiny_backbone
 
 WANTED = DifferentialPrivacy(noise_multiplier=2.0, delta=1e-5, max_epsilon=6.0)
@@ -59,6 +64,26 @@ def private_task() -> dict[str, Any]:
 def without_privacy(manifest: TaskManifest) -> TaskManifest:
     """Return the task as one of prototypes without noise."""
     return msgspec.structs.replace(manifest, differential_privacy=None, statistics=None)
+
+
+class JobsBench:
+    """Runs jobs one after the other, each to its end."""
+
+    def __init__(self, settings: Settings, store: DeviceState, *, show: ShowDryRun | None = None) -> None:
+        self._happened: queue.SimpleQueue[JobEvent | BaseException] = queue.SimpleQueue()
+        self.jobs = Jobs(settings, store, emit=self._happened.put, show=show)
+        self.jobs.start()
+
+    def run(self, action: events.BuildSubmission | events.InstallHead) -> events.Event | None:
+        """Return what becomes of a job."""
+        ended = None
+        (self.jobs.build if isinstance(action, events.BuildSubmission) else self.jobs.install)(action)  # type: ignore[arg-type]
+        while self.jobs.is_busy:
+            happened = self._happened.get(timeout=60)
+            if isinstance(happened, BaseException):
+                raise happened
+            ended = self.jobs.handle(happened) or ended
+        return ended
 
 
 class PrivateBench:
@@ -86,19 +111,18 @@ class PrivateBench:
 
     def restart(self) -> None:
         """Start the program on the state directory."""
+        if hasattr(self, "worker"):
+            self.worker.jobs.stop()
         self.store = DeviceState(self.folder / "state")
-        self.emitted: list[events.Event | BaseException] = []
-        self.worker = Worker(self.settings, self.store, emit=self.emitted.append, show=None)
-        self.worker._workspace.isolate = self._isolate
+        JobThread.isolate = self._isolate
+        self.worker = JobsBench(self.settings, self.store)
 
     @property
     def task(self) -> bytes:
         return self.store.blobs.put(encode(self.manifest))
 
-    def build(self) -> events.SubmissionBuilt:
-        self.worker.build(events.BuildSubmission(self.task, self.manifest))
-        run_jobs(self.worker)
-        built = self.emitted.pop()
+    def build(self, above: int = 0) -> events.SubmissionBuilt:
+        built = self.worker.run(events.BuildSubmission(self.task, self.manifest, above=above))
         assert isinstance(built, events.SubmissionBuilt)
         return built
 
@@ -128,16 +152,18 @@ class PrivateBench:
         assert self.store.outbox.items() == before
         return built.reason
 
-    def dry_run(self, manifest: TaskManifest) -> PreparedSubmission:
-        """Return the submission that a dry run shows."""
-        shown: list[PreparedSubmission] = []
-        worker = Worker(
-            self.settings, self.store, emit=self.emitted.append, show=lambda each, _: shown.append(each)
+    def dry_run(self, manifest: TaskManifest) -> Shown:
+        """Return what a dry run shows."""
+        shown: list[Shown] = []
+        JobsBench(self.settings, self.store, show=shown.append).run(
+            events.BuildSubmission(self.task, manifest)
         )
-        worker._workspace.isolate = self._isolate
-        worker.build(events.BuildSubmission(self.task, manifest))
-        run_jobs(worker)
         return shown[0]
+
+    def workspace(self, **values: Any) -> Workspace:
+        """Return the workspace that a job has, on the state directory itself."""
+        cache = FeatureCache(self.folder / "state/features.sqlite")
+        return open_workspace(self.settings, self.store, cache, isolate=self._isolate, **values)
 
     def add_images(self, *, seed: int) -> None:
         for name in CLASSES:

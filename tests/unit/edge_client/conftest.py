@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from edge_client.runtime.backbone import Backbone
 from edge_client.storage.device_state import DeviceState
 from protocol import children
 from tests.support.devices.device_bench import HeadBench, RoundsBench, stop_all
@@ -15,6 +16,7 @@ from tests.support.devices.job_threads import JobThread
 def jobs_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let jobs run in the tests' process."""
     monkeypatch.setattr(children, "launch", JobThread)
+    monkeypatch.setattr(JobThread, "isolate", Backbone.isolated)
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ import pytest
 
 from edge_client.data import file_ages
 from edge_client.data.file_ages import FileAges
+from edge_client.data.image_scanner import BEING_WRITTEN, ImageScanner
 from edge_client.data.images import find_images
 from edge_client.storage.stored_values import LeftOut
-from edge_client.submission.image_features import BEING_WRITTEN
 from tests.support.devices.device_factory import CLASSES, image_file, make_manifest, make_workspace
 
 SETTLE_S = 2.0
@@ -115,7 +115,7 @@ class Device:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clocks, self.workspace = Clocks(now_s=10.0), make_workspace(folder)
-        self.workspace.ages = self.clocks.ages
+        self.workspace.find = ImageScanner(self.workspace.settings.data, self.clocks.ages).scan
         self.is_written, self.pauses = False, list[float]()
         image_file(folder / "data/cat/1.png")
         self.new = image_file(folder / "data/cat/2.png")
@@ -168,7 +168,7 @@ def test_a_file_that_is_written_all_the_time_is_named_and_left_out(
 ) -> None:
     """It is not missing, either: its earlier version was not deleted."""
     device.find()
-    before = device.workspace.scanned or ()
+    before = device.workspace.scan.identities
     device.write()
     for _ in range(2):
         assert device.find() == ["1.png"]

@@ -1,32 +1,23 @@
 """Device: what it stores, deletes, reports and accepts, and with what it waits or ends."""
 
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from edge_client.agent.manifest_trust import Identity
-from edge_client.agent.state import Mode, State
-from edge_client.service.blob_downloads import BlobDownloads
+from edge_client.agent.state import Mode
 from edge_client.service.device import MAX_TICK_S, Device
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.stored_values import (
     BuildProblem,
     CurrentRound,
     CurrentTask,
     HeadProblem,
     Problems,
-    StoredLocalModel,
     SubmissionReport,
 )
-from edge_client.submission.image_features import Workspace
-from edge_client.submission.prepared_submission import PreparedSubmission
-from edge_client.submission.round_submission import RoundTraining
-from edge_client.training.local_round import initial_model, pack
 from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError
 from protocol.mqtt.own_presence import OwnPresence
 from protocol.mqtt.reconnecting_session import Outgoing
@@ -47,7 +38,7 @@ from protocol.wire.signing import public_key
 from protocol.wire.topics import fleet_topic
 from tests.support.devices.device_bench import DeviceBench, HeadBench, RoundsBench
 from tests.support.devices.device_factory import TINY, image_file, make_manifest, make_settings, write_images
-from tests.support.devices.round_factory import TASK, make_task, open_round
+from tests.support.devices.round_factory import TASK, make_task
 from tests.support.graphs.backbones import tiny_backbone
 from tests.support.simulation.fleet import reference
 
@@ -81,32 +72,6 @@ def test_rounds_and_heads_that_are_replaced_do_not_fill_the_disk(rounds: RoundsB
         }
         partial = (rounds.store.blobs.folder / "partial").iterdir()
         assert [file.name for file in partial] == [digest_of(head).hex()]
-
-
-def test_a_local_model_is_not_deleted_while_it_is_stored(tmp_path: Path, store: DeviceState) -> None:
-    """The worker stores round after round while the agent's thread deletes unused blobs."""
-    manifest, opened = make_task(store.blobs), open_round(store.blobs)
-    training = RoundTraining(Workspace(make_settings(tmp_path), store, FeatureCache(tmp_path / "features")))
-    state = State(mode=Mode.SERVICE, task=TASK, manifest=manifest, round=opened)
-    model = initial_model(manifest, opened.tensors, data=None, blobs=store.blobs)
-    fields: dict[str, Any] = dict.fromkeys(["prototypes", "labels", "counts"])
-    prepared = PreparedSubmission(**fields, classes=(), unusable=(), local_model=model)
-    done = threading.Event()
-
-    def delete() -> None:
-        while not done.is_set():
-            BlobDownloads(store).delete_unused(state)
-
-    deleting = threading.Thread(target=delete)
-    deleting.start()
-    try:
-        for number in range(40):
-            model.state["steps"][...] = number
-            training.store(TASK, opened, prepared, b"%d" % number)
-            assert store.blobs.read(store.get(StoredLocalModel).digest) == pack(model)
-    finally:
-        done.set()
-        deleting.join()
 
 
 def test_a_device_looks_at_its_images_while_messages_arrive_all_the_time(

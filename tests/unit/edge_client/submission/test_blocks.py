@@ -444,7 +444,7 @@ def test_the_last_submission_counts_while_a_block_awaits_an_image(
     """Log, status and info say so; a day later the block is dissolved."""
     bench = PrivateBench(tmp_path, differential_privacy=None, prototypes="auto", batch_size=5)
     bench.store.set(DeviceName("shed"))
-    bench.worker._workspace.store.clock = clock = FakeClock()
+    bench.workspace().store.clock = clock = FakeClock()
     first = bench.build().item
     assert first is not None
     assert bench.read(first).block is not UNSET
@@ -452,7 +452,7 @@ def test_the_last_submission_counts_while_a_block_awaits_an_image(
     state = State(mode=Mode.SERVICE, task=bench.task, manifest=bench.manifest)
     assert digest in BlobDownloads(bench.store).delete_unused(state)
     grouped = bench.store.image_groups.read().number_of
-    contents = bench.worker._workspace.cache.contents()
+    contents = bench.workspace().cache.contents()
     path = next(name.split("-", 2)[2] for name, key in contents.items() if key in grouped)
     data = (bench.data / path).read_bytes()
     (bench.data / path).unlink()
@@ -477,7 +477,7 @@ def test_a_block_that_awaits_an_image_keeps_no_submission_to_another_task(tmp_pa
     bench = PrivateBench(tmp_path, differential_privacy=None, prototypes="auto", batch_size=5)
     bench.build()
     grouped = bench.store.image_groups.read().number_of
-    contents = bench.worker._workspace.cache.contents()
+    contents = bench.workspace().cache.contents()
     path = next(name.split("-", 2)[2] for name, key in contents.items() if key in grouped)
     (bench.data / path).unlink()
     bench.build()

@@ -66,7 +66,7 @@ def test_a_private_tasks_backbones_are_opened_on_the_cpu(
 
     monkeypatch.setattr(image_features, "open_backbone", record)
     bench = PrivateBench(tmp_path, count=12)
-    bench.worker._workspace.settings = replace(bench.settings, provider="cuda")
+    bench.workspace().settings = replace(bench.settings, provider="cuda")
     private = bench.manifest
     for manifest in (private, without_privacy(private), private):
         bench.manifest = manifest

@@ -25,7 +25,6 @@ from protocol.statistics.secure_sums import mask_of, open_seed, submission_conte
 from protocol.wire.arrays import to_array
 from protocol.wire.messages import SealedMask, SecondOperator, Statistics, Submission
 from protocol.wire.signing import is_own_mask, public_key
-from tests.support.devices.device_factory import run_jobs
 from tests.support.devices.worker_benches import WANTED, PrivateBench, private_task, without_privacy
 from tests.unit.edge_client.submission.test_private_submission import restored_before_the_rows
 
@@ -85,7 +84,7 @@ def opened(bench: PrivateBench, submission: Submission) -> np.ndarray:
 
 def test_masked_values_are_the_noisy_sums(bench: PrivateBench) -> None:
     """Without the seed, nothing else tells of them: counts and images are constants."""
-    prepared = prepare_private(bench.worker._workspace, bench.task, bench.manifest, lambda: False)
+    prepared = prepare_private(bench.workspace(), bench.task, bench.manifest, lambda: False)
     submission = bench.upload()
     own = [prepared.tensors["counts"], prepared.tensors["second_moment"]]
     counts, triangle = (to_array(each) for each in own)
@@ -131,8 +130,7 @@ def test_restored_release_has_another_mask_for_other_rows(
 def test_mask_is_made_once(bench: PrivateBench) -> None:
     """A receipt may ask for a higher number, which needs another mask: what is in the outbox stays there."""
     built = bench.build()
-    bench.worker.build(events.BuildSubmission(bench.task, bench.manifest, above=2**50))
-    run_jobs(bench.worker)
+    bench.build(above=2**50)
     refused = bench.emitted.pop()
     assert isinstance(refused, events.SubmissionBuilt)
     assert (refused.item, refused.reason, refused.may_pass) == (None, policy.SUBMITTED, True)
@@ -148,7 +146,7 @@ def test_device_submits_once_for_each_task(bench: PrivateBench) -> None:
     (bench.data / "cat" / "0000.png").unlink()
     bench.restart()
     assert bench.build().item == first.item
-    known = bench.worker._workspace.cache.known(*training_feature_keys(bench.manifest))
+    known = bench.workspace().cache.known(*training_feature_keys(bench.manifest))
     assert not any(identity.endswith("cat/0000.png") for identity in known)
     bench.store.outbox.receive(first.item.digest)
     again = bench.build().item
@@ -228,7 +226,7 @@ def test_noise_is_for_one_set_of_rows(bench: PrivateBench, monkeypatch: pytest.M
 
 def test_sums_without_a_mask_are_not_encoded(bench: PrivateBench) -> None:
     """A last check before bytes leave."""
-    prepared = prepare_private(bench.worker._workspace, bench.task, bench.manifest, lambda: False)
+    prepared = prepare_private(bench.workspace(), bench.task, bench.manifest, lambda: False)
     with pytest.raises(PrivacyRefused):
         encode_submission(prepared, task=bench.task, manifest=bench.manifest, sequence=1)
     bench.settings = replace(bench.settings, max_epsilon=None, second_operator=None)

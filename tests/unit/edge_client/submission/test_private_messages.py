@@ -15,7 +15,7 @@ from edge_client.storage.stored_values import BuildProblem, SubmissionReport
 from protocol.wire import messages
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import BlobRef, DeviceInfo, Evaluation, HeadRef, Privacy, Submission, Tensor
-from tests.support.devices.device_factory import TINY, linear_head, payload_of, run_jobs, tiny
+from tests.support.devices.device_factory import TINY, linear_head, payload_of, tiny
 from tests.support.devices.worker_benches import PrivateBench, without_privacy
 from tests.support.messages.every_type import WIRE_TYPES
 
@@ -163,8 +163,7 @@ def _evaluation(bench: PrivateBench, *, works: bool) -> Evaluation:
     file = linear_head([tiny(bench.folder)], np.ones((16, 2), dtype=np.float32), softmax=works)
     blob = BlobRef(digest=bench.store.blobs.put(file), size_bytes=len(file), name="h")
     head = HeadRef(version=1, head=blob, devices=1, prototypes=1)
-    bench.worker.install(events.InstallHead(bench.task, bench.manifest, head))
-    run_jobs(bench.worker)
+    bench.worker.run(events.InstallHead(bench.task, bench.manifest, head))
     installed = bench.emitted.pop()
     assert isinstance(installed, events.HeadInstalled)
     assert installed.report is not None

@@ -33,7 +33,7 @@ from protocol.statistics.second_moment import from_triangle
 from protocol.wire.arrays import to_array
 from protocol.wire.codec import encode
 from protocol.wire.messages import BlobRef, Evaluation, Perturbation, Privacy, Statistics, Submission
-from tests.support.devices.device_factory import PROGRAM, TINY, run_jobs
+from tests.support.devices.device_factory import PROGRAM, TINY
 from tests.support.devices.worker_benches import PUBLIC_MAP, SIZE, WANTED, PrivateBench, without_privacy
 from tests.support.messages.every_type import SAMPLES
 from tests.unit.protocol.statistics.test_gaussian_privacy import closed_form
@@ -162,8 +162,7 @@ def test_forged_receipts_cost_no_budget(bench: PrivateBench) -> None:
     """`superseded`, which any client can send that may publish receipts: the same noise under a higher number."""
     first = bench.upload()
     for above in (first.sequence + 10**6, 2**53):
-        bench.worker.build(events.BuildSubmission(bench.task, bench.manifest, above=above))
-        run_jobs(bench.worker)
+        bench.build(above=above)
         built = bench.emitted.pop()
         assert isinstance(built, events.SubmissionBuilt)
         assert built.item is not None
@@ -235,12 +234,12 @@ def test_the_budget_of_task_and_device_is_kept(tmp_path: Path, of_task: float, o
 
 def test_features_of_a_deleted_image_go_also_without_budget(bench: PrivateBench) -> None:
     bench.upload()
-    (image,) = [each for each in bench.worker._workspace.cache.contents() if each.endswith("cat/0000.png")]
+    (image,) = [each for each in bench.workspace().cache.contents() if each.endswith("cat/0000.png")]
     bench.settings = replace(bench.settings, max_epsilon=ONE * 1.01)
     bench.restart()
     (bench.data / "cat" / "0000.png").unlink()
     assert bench.refused() == BUDGET
-    cache = bench.worker._workspace.cache
+    cache = bench.workspace().cache
     assert image not in cache.contents()
     assert image not in cache.known(*training_feature_keys(bench.manifest))
 
@@ -388,7 +387,7 @@ def test_sums_are_those_of_the_images_but_for_the_noise(tmp_path: Path) -> None:
     quiet = msgspec.structs.replace(WANTED, noise_multiplier=0.5, max_epsilon=40.0)
     bench = PrivateBench(tmp_path, differential_privacy=quiet)
     taken = check_noisy_sums(bench.upload(), Expectation(bench.task, bench.manifest, SIZE))
-    workspace, public = bench.worker._workspace, read_map(PUBLIC_MAP)
+    workspace, public = bench.workspace(), read_map(PUBLIC_MAP)
     found = workspace.extract(bench.manifest, lambda: False)
     keys = training_feature_keys(bench.manifest)
     rows = [public.rows(workspace.features(found.of_class(label), keys, 16)).astype(int) for label in (0, 1)]
