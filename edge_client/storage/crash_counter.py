@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from edge_client.storage.disk_space import require_space_for_records
-from protocol.errors import CrashedBefore, GraphRefused, Interrupted, ProtofleetError
+from protocol.errors import CrashedBefore, Interrupted, ProtofleetError
 from protocol.storage.database import Database
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import TaskManifest
@@ -47,15 +47,12 @@ class CrashCounter:
         *,
         what: str,
         max_crashes: int | None = MAX_CRASHES,
-        is_part: bool = False,
-        counts_refusal: bool = False,
     ) -> Iterator[Callable[[], None]]:
         """Count a start before the body runs something, and delete the count after it worked.
 
         Yields a function to call when results are on disk: what crashes the program later is counted anew.
-        `max_crashes` is None if it is to run however often it has crashed the program. With `is_part`, the body is only
-        a part of what has to work: earlier crashes still count. A graph that is refused, which crashes no program,
-        counts with `counts_refusal` only.
+        `max_crashes` is None if it is to run however often it has crashed the program. A graph that is refused, which
+        crashes no program, does not count.
 
         Raises:
             CrashedBefore: it has crashed the program `max_crashes` times.
@@ -78,17 +75,20 @@ class CrashCounter:
         try:
             yield progress
         except Exception as error:
-            counts = counts_refusal and isinstance(error, GraphRefused)
-            if isinstance(error, (ProtofleetError, Interrupted)) and not counts:
+            if isinstance(error, (ProtofleetError, Interrupted)):
                 self._write(digest, crashes)
             raise  # any other error, such as one of memory, ends the program
         except BaseException:
             self._write(digest, crashes)  # stopped by its user
             raise
         else:
-            self._write(digest, crashes if is_part else 0)
+            self._write(digest, 0)
         finally:
             self._running = None
+
+    def refuse(self, digest: bytes) -> None:
+        """Count as many crashes of a graph as keep it from being run again."""
+        self._write(digest, MAX_CRASHES)
 
     def stop(self) -> None:
         """Do not count the graph that still runs: the program shuts down for another reason."""
