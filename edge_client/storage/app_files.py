@@ -23,7 +23,7 @@ Value = TypeVar("Value", bound=msgspec.Struct)
 FOLDER = "apps"
 
 MAX_BYTES = 2**27
-
+"""Of a file."""
 
 DRIFT_AGE_S = 7 * 86400.0
 """Seconds after which a comparison says nothing of today's images: a full window takes a day of `watch`, or less."""
@@ -80,7 +80,7 @@ def read_file(path: Path, kind: Any) -> Any:
         return msgspec.json.decode(data, type=kind)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         _warn(path, str(error))
         return None
 

@@ -17,12 +17,12 @@ from edge_client.apps.head_in_use import HeadInUse
 from edge_client.cli import cli
 from edge_client.predict.classifier import open_classifier
 from edge_client.runtime.backbone import Backbone
-from edge_client.storage.app_files import Drift, read_value
+from edge_client.storage.app_files import Drift, Kept, read_value
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.head_trials import MAX_FAILURES
 from edge_client.storage.stored_values import Heads, InstalledHead
 from protocol.errors import ConfigError, ProtofleetError, StateError
-from tests.support.devices.device_bench import CONSTANT, HeadBench
+from tests.support.devices.device_bench import CONSTANT
 from tests.support.devices.device_factory import CLASSES, image_file, linear_head, noise, tiny
 from tests.support.graphs.backbones import tiny_backbone
 
@@ -129,18 +129,18 @@ def test_a_head_is_used_where_nothing_can_be_counted(
 
 
 @pytest.mark.parametrize(
-    "contents", [b"", b"[]", b'{"score": "high"}', b'{"score": 1e999}', b'{"images": -1}', b"\xff"]
-)
+    ("kind", "contents"),
+    [
+        *((Drift, data) for data in (b"", b"[]", b"\xff", b'{"score": "high"}', b'{"score": 1e99}', b'{"images": -1}')),
+        (Drift, b'{"more": ' + b"[" * 10**5),
+        (Kept, b'{"images": ["\xed\xa0\xbd"]}'),
+    ],
+)  # fmt: skip
 def test_a_malformed_file_is_logged_once_and_taken_for_none(
-    bench: HeadBench, contents: bytes, caplog: pytest.LogCaptureFixture
+    store: DeviceState, kind: type[Drift | Kept], contents: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The service goes on."""
-    bench.install(bench.head(1, CONSTANT["cat"]))
-    (bench.store.folder / "apps" / "drift.json").write_bytes(contents)
-    bench.scan().scan()
-    assert not isinstance(bench.info.drift, float)
-    assert bench.status["drift"] is None
-    assert read_value(bench.store.folder, Drift) == Drift()
+    (store.folder / "apps" / f"{kind.__name__.lower()}.json").write_bytes(contents)
+    assert [read_value(store.folder, kind) for _ in range(2)] == [kind()] * 2
     assert caplog.text.count("malformed file not used") == 1
 
 
