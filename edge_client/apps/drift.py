@@ -168,7 +168,7 @@ def _labeled(cache: Path, backbones: tuple[str, ...]) -> NDArray[np.float32]:
             keys = tuple(each + ISOLATED for each in backbones)
             known = sorted(features.known(*keys))
         chosen = np.random.default_rng(0).permutation(len(known))[:MOST_LABELED]
-        found = [*features.stored([known[place] for place in chosen], *keys).values()]
+        found = [*features.stored_features([known[place] for place in chosen], *keys).values()]
     if not found:
         raise StateError("no features of labeled images are stored")
     return np.stack(found)

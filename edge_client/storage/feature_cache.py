@@ -170,7 +170,7 @@ class FeatureCache:
             done += len(chunk)
         return features
 
-    def stored(self, identities: Sequence[str], *backbones: str) -> dict[str, NDArray[np.float32]]:
+    def stored_features(self, identities: Sequence[str], *backbones: str) -> dict[str, NDArray[np.float32]]:
         """Return the features, float32 (L1 + ... + LK,), of images by identity, without those that have none stored."""
         rows = [self._rows(identities, backbone) for backbone in backbones]
         found = {

@@ -205,7 +205,7 @@ def _results(
         digested = [image for image in images if image.identity in digests]
         for start in range(0, len(digested), CHUNK_ROWS):
             part = digested[start : start + CHUNK_ROWS]
-            stored = features.stored([image.identity for image in part], *backbones)
+            stored = features.stored_features([image.identity for image in part], *backbones)
             if found := [image for image in part if image.identity in stored]:
                 result = classifier.head.run(np.stack([stored[image.identity] for image in found]))
                 for row, image in enumerate(found):
