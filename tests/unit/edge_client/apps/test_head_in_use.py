@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from edge_client.apps.head_in_use import HeadInUse
 from edge_client.cli import cli
+from edge_client.cli.status import device_status
 from edge_client.predict.classifier import open_classifier
 from edge_client.runtime.backbone import Backbone
 from edge_client.storage.app_files import Drift, Kept, read_value
@@ -117,6 +118,7 @@ def test_a_head_that_crashes_predict_three_times_gives_way_without_a_service(
     assert [each.returncode for each in found] == [-signal.SIGKILL] * MAX_FAILURES + [0]
     assert '"head_version": 1' in found[-1].stdout
     assert store.get(Heads) == Heads(second, first)
+    assert device_status(store)["head"]["version"] == 1
 
 
 def test_a_head_is_used_where_nothing_can_be_counted(
