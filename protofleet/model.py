@@ -1,6 +1,5 @@
 """Trained classifiers of images, run with ONNX Runtime."""
 
-import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from edge_client.predict.classifier import open_adjuster, predictions
 from edge_client.predict.head import Head, Result, joined
 from edge_client.runtime.onnx_model import open_model
 from edge_client.storage.device_state import DeviceState
-from protocol.errors import BackboneMismatch, ConfigError, GraphRefused, StateError
+from protocol.errors import BackboneMismatch, ConfigError, GraphRefused
 from protocol.models.onnx_metadata import ModelMetadata, read_metadata
 from protocol.models.preprocessing import Preprocessing
 from protocol.models.slots import Slot, describe
@@ -173,11 +172,7 @@ class Model:
             GraphRefused: the head cannot be used.
         """
         folder = Path(state) if state is not None else default_state_folder(f"protofleet/{fleet}")
-        store = DeviceState(folder, read_only=True)  # raises where there is none, instead of creating one
-        with contextlib.suppress(
-            StateError
-        ):  # a disk that cannot be written, on which failures are not counted
-            store = DeviceState(folder)
+        store = DeviceState(folder, read_only=True)
         heads = HeadInUse(store, provider=provider, threads=threads)
 
         def opened() -> _Opened:

@@ -134,12 +134,13 @@ def make_key_command(*, file: Path) -> None:
 def take_over_command(*, fleet: str, state: Path | None) -> None:
     """Continue with this state, although another program with the device's key was started later."""
     open_state(state, fleet, read_only=True)  # raises where there is none, instead of creating one
-    say(open_state(state, fleet).take_over())
+    say(open_state(state, fleet, lock=True).take_over())
 
 
 def device_status(store: "DeviceState") -> dict[str, Any]:
     """Return what `status` shows, as JSON has it."""
     from edge_client.storage import stored_values as stored
+    from edge_client.storage.app_files import Drift, read_value
     from edge_client.storage.device_state import KEY_FILE
     from protocol.storage.keyfile import read_key
     from protocol.wire.presence import Duplicate
@@ -149,7 +150,7 @@ def device_status(store: "DeviceState") -> dict[str, Any]:
     submission, task = store.outbox.newest_submission(), store.get(stored.CurrentTask).digest
     report, spent = store.get(stored.SubmissionReport), store.get(stored.PrivacySpent)
     left_out, extraction = store.get(stored.LeftOut), store.get(stored.ExtractionProgress)
-    drift = store.get(stored.Drift)
+    drift = read_value(store.folder, Drift)
     build_problem, head_problem = store.get(stored.BuildProblem).text, store.get(stored.HeadProblem).text
     problems = {**store.get(stored.Problems).texts, "build": build_problem, "head": head_problem}
     return {
@@ -176,5 +177,5 @@ def device_status(store: "DeviceState") -> dict[str, Any]:
         and submission.received
         and submission.task == task
         and bool(build_problem),
-        "head": msgspec.to_builtins(store.get(stored.Heads).installed, builtin_types=(bytes,)),
+        "head": msgspec.to_builtins(store.heads_in_use().installed, builtin_types=(bytes,)),
     }

@@ -17,6 +17,7 @@ from edge_client.service.duplicates import TAKE_OVER, OwnTopic
 from edge_client.service.inbox import Inbox, Message
 from edge_client.service.jobs import FromChild, JobEvent, Jobs, Scanned, ShowDryRun
 from edge_client.service.publisher import Publisher
+from edge_client.storage.app_files import Drift, read_value
 from edge_client.storage.culprits import MAX_DEATHS, task_key
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.disk_space import DiskAlmostFull, free_bytes
@@ -24,7 +25,6 @@ from edge_client.storage.stored_values import (
     BuildProblem,
     CurrentRound,
     CurrentTask,
-    Drift,
     EvaluatedHead,
     Heads,
     Holdout,
@@ -88,7 +88,7 @@ class Device:
         self._state = stored_state(settings, store)
         self._exit: events.Exit | None = None
         self._info_is_due = False
-        self._drift = store.get(Drift).newest(now_s=time.time())
+        self._drift = read_value(store.folder, Drift).newest(now_s=time.time())
         self._reported: tuple[Mapping[str, str], Mapping[str, int], str] = ({}, {}, "")
         self._next_scan_s = 0.0
         self._ticked_s = math.inf
@@ -123,7 +123,10 @@ class Device:
     def info(self) -> DeviceInfo:
         """Return what the device publishes of itself."""
         return self._publisher.info(
-            self._state, warning=self._own_topic.warning, refused=dict(self._inbox.refused)
+            self._state,
+            warning=self._own_topic.warning,
+            drift=self._drift,
+            refused=dict(self._inbox.refused),
         )
 
     def _next_event(self) -> Incoming:
@@ -149,16 +152,16 @@ class Device:
         return events.SpaceFreed(freed) if freed else events.Ticked()
 
     def _check_stored(self) -> None:
-        """Download again what was deleted from disk, and leave a head that fails in `edge-client predict`."""
+        """Download again what was deleted from disk, and take over what the programs beside the service have stored."""
         state = self._state
         if missing := state.stored.difference(self._store.blobs.digests()):
             self._step(events.BlobsMissing(missing))
         if self._is_dry_run or state.installing is not None or state.installed is None:
             return
-        drift = self._store.get(Drift).newest(now_s=time.time())
+        drift = read_value(self._store.folder, Drift).newest(now_s=time.time())
         self._info_is_due |= drift != self._drift
         self._drift = drift
-        head = self._store.heads_in_use().installed
+        head = self._store.leave_failed_heads().installed
         if (key := head.key if head else None) != state.installed:
             self._step(events.HeadReturned(key))
             self._info_is_due = True
@@ -398,6 +401,7 @@ class Device:
 def stored_state(settings: Settings, store: DeviceState) -> State:
     """Return the state at the start; a head without an evaluation is installed again."""
     if settings.mode is not Mode.DRY_RUN:
+        store.leave_failed_heads()
         store.outbox.drop_damaged()
         if settings.max_epsilon is not None:
             _drop_forbidden(store, settings.max_epsilon, second_operator=settings.second_operator)

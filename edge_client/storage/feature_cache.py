@@ -170,15 +170,34 @@ class FeatureCache:
             done += len(chunk)
         return features
 
+    def stored_features(self, identities: Sequence[str], *backbones: str) -> dict[str, NDArray[np.float32]]:
+        """Return the features, float32 (L1 + ... + LK,), of images by identity, without those that have none stored."""
+        rows = [self._rows(identities, backbone) for backbone in backbones]
+        found = {
+            identity: np.frombuffer(b"".join(each[identity] for each in rows), dtype="<f4")
+            for identity in identities
+            if all(identity in each for each in rows)
+        }
+        if len({*map(len, found.values())}) > 1:
+            raise self._changed()
+        return found
+
     def _vectors(self, identities: Sequence[str], backbone: str) -> NDArray[np.float32]:
         """Return the features of at most CHUNK_ROWS images, float32 (n, L); raises StateError if one is missing."""
+        rows = self._rows(identities, backbone)
+        vectors = [rows.get(identity, b"") for identity in identities]
+        if not all(vectors) or len({*map(len, vectors)}) > 1:
+            raise self._changed()
+        return np.frombuffer(b"".join(vectors), dtype="<f4").reshape(len(vectors), -1)
+
+    def _rows(self, identities: Sequence[str], backbone: str) -> dict[str, bytes]:
         places = ", ".join("?" * len(identities))
         query = f"SELECT identity, vector FROM features WHERE backbone = ? AND identity IN ({places})"  # noqa: S608
-        rows = dict(self._database.read(query, backbone, *map(_key, identities)))
-        vectors: list[bytes] = [rows.get(_key(identity)) or b"" for identity in identities]
-        if not all(vectors) or len({*map(len, vectors)}) > 1:
-            raise StateError(f"{self._database.path} was changed while it was read: start again")
-        return np.frombuffer(b"".join(vectors), dtype="<f4").reshape(len(vectors), -1)
+        rows = self._database.read(query, backbone, *map(_key, identities))
+        return {_text(identity): vector for identity, vector in rows if vector}
+
+    def _changed(self) -> StateError:
+        return StateError(f"{self._database.path} was changed while it was read: start again")
 
     def prune(self, identities: Iterable[str], *backbones: str) -> None:
         """Delete features of images not in `identities`, and of other backbones long out of use or over the limit."""

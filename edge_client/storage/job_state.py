@@ -13,7 +13,7 @@ from edge_client.storage.disk_space import require_space
 from edge_client.storage.image_group_record import Partition
 from edge_client.storage.job_folder import BLOBS, LAST_SUBMISSION, Job, KeptItem, Run
 from edge_client.storage.outbox import require_room
-from edge_client.storage.stored_values import SubmissionSequence
+from edge_client.storage.stored_values import Heads, SubmissionSequence
 from protocol.errors import BlobLost
 from protocol.storage.blobstore import BlobStore, state_errors
 from protocol.storage.facts import Fact
@@ -165,6 +165,10 @@ class JobState:
         for fact in facts:
             value = msgspec.Raw(msgspec.json.encode(fact))
             self._facts[type(fact).__name__] = self.changes[type(fact).__name__] = value
+
+    def heads_in_use(self) -> Heads:
+        """Return the head in use and the one before it."""
+        return self.get(Heads)
 
     def secret(self, *, keep: bool = True) -> bytes:
         """Return the device's secret; empty if this job gets none."""
