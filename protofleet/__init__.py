@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from protofleet.simulation.simulate import AlgorithmResult as AlgorithmResult
     from protofleet.simulation.simulate import Simulation as Simulation
     from protofleet.simulation.simulate import simulate as simulate
+    from protofleet.submissions import decode_submission as decode_submission
+    from protofleet.submissions import encode_submission as encode_submission
 
 _NAMES = {
     "edge_client.runtime.backbone": ("Backbone",),
@@ -43,6 +45,7 @@ _NAMES = {
     "protofleet.images": ("ImageSource",),
     "protofleet.model": ("Model", "Prediction"),
     "protofleet.prototypes": ("Prototypes", "batch_prototypes", "device_prototypes"),
+    "protofleet.submissions": ("decode_submission", "encode_submission"),
     "protofleet.simulation.compare": ("Comparison", "compare"),
     "protofleet.simulation.dataset": ("Dataset", "load_dataset"),
     "protofleet.simulation.simulate": ("AlgorithmResult", "Simulation", "simulate"),

@@ -22,8 +22,8 @@ from protocol.statistics.row_sums import RowSums
 from protocol.wire.codec import digest_of, encode, to_tensor
 from protocol.wire.messages import BlobRef, Statistics, Submission, TaskManifest
 from protofleet.simulation.engine import LOCAL, Engine
-from protofleet.simulation.fedtc import submission_of, task_manifest
 from protofleet.simulation.fleet import Features
+from protofleet.submissions import submission_of, task_manifest
 
 ROWS_PER_RUN = 4096
 
@@ -133,7 +133,7 @@ def _manifest(data: MappedFeatures, graph: bytes, *, batch_size: int) -> TaskMan
     reference = BlobRef(digest=digest_of(graph), size_bytes=len(graph), name="map.onnx")
     return task_manifest(
         "statistics",
-        data.features.classes,
+        tuple(map(str, range(data.features.classes))),
         alpha=1.0,
         batch_size=batch_size,
         min_images=min(2, batch_size),

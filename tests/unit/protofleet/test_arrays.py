@@ -97,6 +97,26 @@ def test_unreadable_image_is_named(tmp_path: Path, backbone: Path) -> None:
         protofleet.extract_features([file], backbone)
 
 
+def test_unreadable_images_are_skipped_with_reasons(
+    paths: list[Path], tmp_path: Path, backbone: Path
+) -> None:
+    """The features of the others are those without them, also where a whole batch is unreadable."""
+    broken = tmp_path / "broken.jpg"
+    broken.write_bytes(b"no image")
+    mixed = [broken, broken, paths[0], broken, paths[1]]
+    features, skipped = protofleet.extract_features(mixed, backbone, batch_size=2, on_error="skip")
+    np.testing.assert_array_equal(features, protofleet.extract_features(paths[:2], backbone))
+    assert list(skipped) == [0, 1, 3]
+    assert "broken.jpg" in skipped[3]
+    assert np.delete(np.arange(5), list(skipped)).tolist() == [2, 4]
+    none, _ = protofleet.extract_features([broken], backbone, on_error="skip")
+    assert none.shape == (0, 16)
+    with pytest.raises(ConfigError, match="at least one image"):
+        protofleet.extract_features([], backbone, on_error="skip")
+    with pytest.raises(ConfigError, match="on_error raise or skip, got 'ignore'"):
+        protofleet.extract_features(mixed, backbone, on_error=cast("Any", "ignore"))
+
+
 def test_prototypes_of_a_class_with_one_image_are_not_made() -> None:
     """One image alone is uploaded by no device with the default settings."""
     made = protofleet.batch_prototypes(np.ones((3, 2), np.float32), np.array([0, 0, 5]))
@@ -396,7 +416,7 @@ def test_prior_of_the_images_that_are_given(tmp_path: Path) -> None:
     ("missing", "code", "name"),
     [
         ("scipy", "train_head([p, p, p], classes=2)", "train_head"),
-        ("onnx", "Head.save(None, 'model.onnx', 'backbone.onnx')", "Head.save"),
+        ("onnx", "Head.to_onnx(None)", "Head.to_onnx"),
     ],
 )
 def test_function_that_needs_a_package_of_an_extra_names_it(
