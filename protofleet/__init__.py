@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from protocol.log import Event as Event
     from protocol.mqtt.tls import BrokerAccess as BrokerAccess
     from protofleet.aggregator import Aggregator as Aggregator
+    from protofleet.classifier import FederatedClassifier as FederatedClassifier
     from protofleet.device import Device as Device
     from protofleet.features import extract_features as extract_features
     from protofleet.features import load_backbone as load_backbone
@@ -39,6 +40,7 @@ _NAMES = {
     "protocol.log": ("Event",),
     "protocol.mqtt.tls": ("BrokerAccess",),
     "protofleet.aggregator": ("Aggregator",),
+    "protofleet.classifier": ("FederatedClassifier",),
     "protofleet.device": ("Device",),
     "protofleet.features": ("extract_features", "load_backbone"),
     "protofleet.head": ("Head", "train_head"),

@@ -76,7 +76,7 @@ def test_code_on_the_page_runs(
     (tmp_path / "backbone-0.onnx").rename("backbone.onnx")
     shutil.copy(next(iter(sorted((photos / "1").iterdir()))), "photo.png")
     first, *blocks = re.findall(r"(?ms)^```python\n(.*?)^```", PYTHON_API)
-    assert len(blocks) == 4
+    assert len(blocks) == 7
     whole = "\n".join(["import protofleet", blocks[0], first, *blocks[1:]])
     (tmp_path / "page.py").write_text(whole.replace("127.0.0.1:1883", f"{address.host}:{address.port}"))
     runpy.run_path("page.py")
