@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edge_client.runtime.backbone import Backbone as Backbone
+    from edge_client.storage.device_status import DeviceStatus as DeviceStatus
     from protocol.errors import ProtofleetError as ProtofleetError
-    from protocol.log import Event as Event
     from protocol.mqtt.tls import BrokerAccess as BrokerAccess
     from protofleet.aggregator import Aggregator as Aggregator
     from protofleet.classifier import FederatedClassifier as FederatedClassifier
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "edge_client.runtime.backbone": ("Backbone",),
+    "edge_client.storage.device_status": ("DeviceStatus",),
     "protocol.errors": ("ProtofleetError",),
-    "protocol.log": ("Event",),
     "protocol.mqtt.tls": ("BrokerAccess",),
     "protofleet.aggregator": ("Aggregator",),
     "protofleet.classifier": ("FederatedClassifier",),

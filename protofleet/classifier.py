@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Self
 
 import msgspec
@@ -16,7 +16,7 @@ from aggregator.config.schema import Robust
 from protocol.errors import ConfigError
 from protofleet.head import ROBUST, Head, train_head
 from protofleet.packages import needed_packages
-from protofleet.prototypes import batch_prototypes, device_prototypes
+from protofleet.prototypes import Prototypes, batch_prototypes, device_prototypes
 from protofleet.simulation.fleet import Features
 
 
@@ -175,10 +175,9 @@ class FederatedClassifier:
         options: dict[str, Any] = {
             name: getattr(self, name) for name in ("batch_size", "alpha", "min_images")
         }
+        make: Callable[..., Prototypes] = batch_prototypes
         if method.blocks and self.recipe == "default":
             make, options["widths"] = device_prototypes, self.widths
-        else:
-            make = batch_prototypes
         parts = {}
         for number, name in enumerate(np.unique(devices)):
             mine = devices == name

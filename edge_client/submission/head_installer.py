@@ -32,9 +32,6 @@ from protocol.wire.messages import Evaluation
 
 log = logging.getLogger(__name__)
 
-HEAD_IN_USE = "head in use"
-"""The event that a head is installed."""
-
 
 @dataclass(frozen=True)
 class _Candidate:
@@ -158,7 +155,7 @@ class HeadInstaller:
         event(
             log,
             logging.INFO,
-            HEAD_IN_USE,
+            "head in use",
             head=reference.version,
             round=reference.round,
             accuracy=f"{correct / total:.1%} ({correct}/{total})" if total else None,
