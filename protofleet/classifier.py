@@ -125,7 +125,7 @@ class FederatedClassifier:
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float32]:  # noqa: N803
         """Return probabilities, float32 (n, C) in the order of `classes_`, of features X, (n, L)."""
         features = self._checked(X)
-        return self.head_.probabilities(features)
+        return self.head_.predict_proba(features)
 
     def score(self, X: ArrayLike, y: ArrayLike) -> float:  # noqa: N803
         """Return the accuracy on features X, (n, L), of the classes y, (n,)."""

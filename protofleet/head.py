@@ -77,14 +77,14 @@ class Head:
             rows = mapped(self.feature_map, rows.astype(np.float32))
         return logits_of(self.layers, rows)
 
-    def probabilities(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
+    def predict_proba(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return class probabilities, float32 (n, C), of features float32 (n, L)."""
         logits = self.logits(features)
         odds = np.exp(logits - logits.max(axis=1, keepdims=True))
         return np.asarray(odds / odds.sum(axis=1, keepdims=True))
 
     def predict(self, features: NDArray[np.float32]) -> NDArray[np.int64]:
-        """Return the most probable class, int64 (n,), of each of n features."""
+        """Return the label of the most probable class, int64 (n,), of each of n features."""
         return np.asarray(self.logits(features).argmax(axis=1), np.int64)
 
     @needed_packages("Head.to_onnx")

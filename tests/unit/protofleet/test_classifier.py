@@ -68,7 +68,7 @@ def test_head_is_that_of_the_devices_uploads(images: Arrays) -> None:
     }
     expected = protofleet.train_head(parts, classes=3, seed=3)
     np.testing.assert_array_equal(classifier.head_.layers[0].weight, expected.layers[0].weight)
-    np.testing.assert_array_equal(classifier.predict_proba(features), expected.probabilities(features))
+    np.testing.assert_array_equal(classifier.predict_proba(features), expected.predict_proba(features))
     assert classifier.score(features, labels) == (classifier.predict(features) == labels).mean() > 0.85
     alone = FederatedClassifier(batch_size=7, seed=3).fit(features, labels)
     assert not np.array_equal(alone.head_.layers[0].weight, expected.layers[0].weight)

@@ -124,7 +124,11 @@ def test_fleet_in_one_process(
         assert not once.is_running
     assert not any(each.is_running for each in (aggregator, first, second))
     assert not aggregator.status().running
-    assert aggregator.model().predict(path).label == first.model().predict(path).label
+    with aggregator.model() as fused, first.model() as installed_model:
+        assert fused.predict(path).label == installed_model.predict(path).label
+    installed_model.close()
+    with pytest.raises(protofleet.ProtofleetError, match="closed"):
+        installed_model.predict(path)
 
 
 def test_device_starts_again_after_a_stop(tmp_path: Path, broker: str) -> None:

@@ -71,7 +71,7 @@ def test_head_of_submissions_is_a_file() -> None:
     features = random.normal(size=(30, L)).astype(np.float32)
     session = onnxruntime.InferenceSession(head.to_onnx())
     (probabilities,) = session.run(["probabilities"], {"feature": features})
-    np.testing.assert_allclose(probabilities, head.probabilities(features), atol=1e-5)
+    np.testing.assert_allclose(probabilities, head.predict_proba(features), atol=1e-5)
     exact = protofleet.train_head({f"shed-{seed}": made(seed) for seed in range(4)}, classes=CLASSES)
     assert (head.predict(features) == exact.predict(features)).mean() > 0.9
 
