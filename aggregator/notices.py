@@ -1,4 +1,4 @@
-"""What an embedded aggregator reports to its program."""
+"""Events that an embedded aggregator reports to its program."""
 
 from dataclasses import dataclass
 from typing import TypeAlias

@@ -1,4 +1,4 @@
-"""What an embedded device reports to its program."""
+"""Events that an embedded device reports to its program."""
 
 from dataclasses import dataclass
 from typing import TypeAlias

@@ -1,4 +1,4 @@
-"""A device's status, read from its state directory, also while it runs."""
+"""Reads a device's status from its state directory, also while it runs."""
 
 import time
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from protocol.wire.signing import public_key
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What `edge-client status --json` shows."""
+    """A device's status, as `edge-client status --json` shows it."""
 
     device_id: str | None
     running: bool

@@ -102,7 +102,7 @@ def test_submission_that_the_aggregator_would_refuse_is_refused() -> None:
 
 
 def test_any_bytes_are_read_or_refused() -> None:
-    """What is read can be trained on."""
+    """Every accepted submission can be trained on."""
     mutate, random = of_message(), Random(0)
     seeds = [protofleet.encode_submission(made(images=images), classes=CLASSES) for images in (90, 20)]
     accepted = 0
