@@ -32,6 +32,9 @@ from protocol.wire.messages import Evaluation
 
 log = logging.getLogger(__name__)
 
+HEAD_IN_USE = "head in use"
+"""The event that a head is installed."""
+
 
 @dataclass(frozen=True)
 class _Candidate:
@@ -155,7 +158,7 @@ class HeadInstaller:
         event(
             log,
             logging.INFO,
-            "head in use",
+            HEAD_IN_USE,
             head=reference.version,
             round=reference.round,
             accuracy=f"{correct / total:.1%} ({correct}/{total})" if total else None,
