@@ -89,7 +89,7 @@ def extract(  # noqa: PLR0913 - features depend on eight things
     batch_size: int,
     on_progress: Callable[[int, int], None],
     should_stop: Callable[[], bool],
-    culprits: Culprits,
+    culprits: Culprits | None = None,
     alter: tuple[str, Alter] | None = None,
     isolate: Isolate | None = None,
 ) -> Extraction:
@@ -98,8 +98,8 @@ def extract(  # noqa: PLR0913 - features depend on eight things
     Before an image's feature, its `pixel_digest` is stored, unless the cache has one of the file already.
 
     An unusable image is not tried again until its file changes, unless the cause can pass by itself. An image that is
-    unusable for one backbone is skipped for those after it. `culprits` are told which images are decoded, and when features
-    are on disk; images at which jobs ended are tried again with more memory only.
+    unusable for one backbone is skipped for those after it. `culprits` are told which images are decoded, and when
+    features are on disk; images at which jobs ended are tried again with more memory only.
 
     `open_backbone` is called with a backbone's digest only if there is something to compute, and `should_stop` before
     every run. `on_progress(cached, computed)` is called for each backbone with the images that need no computation,
@@ -113,6 +113,7 @@ def extract(  # noqa: PLR0913 - features depend on eight things
         StateError: the features cannot be stored; DiskAlmostFull if there is too little space for all of them.
         ProtofleetError: the backbone fails, without `isolate`.
     """
+    culprits = culprits or Culprits()
     _forget_changed(images, cache, should_stop)
     tag, change = alter or (ISOLATED if isolate else "", None)
     refused, known, digests = _crashed(images, culprits), cache.contents(), _Digests()

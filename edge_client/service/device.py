@@ -12,6 +12,7 @@ from edge_client.agent import events, state_machine
 from edge_client.agent.state import Mode, State, UploadItem
 from edge_client.config import Settings
 from edge_client.privacy.policy import may_upload
+from edge_client.service import notices
 from edge_client.service.blob_downloads import BlobDownloads, import_backbones
 from edge_client.service.duplicates import TAKE_OVER, OwnTopic
 from edge_client.service.inbox import Inbox, Message
@@ -33,6 +34,7 @@ from edge_client.storage.stored_values import (
 from protocol.cli import plain
 from protocol.errors import BackboneMismatch, ConfigError, MalformedMessage, ProtofleetError, StateError
 from protocol.log import event as log_event
+from protocol.log import notify
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.own_presence import require_not_replaced
 from protocol.service_manager import ServiceManager
@@ -56,9 +58,6 @@ TICK_S = 0.5
 
 MAX_TICK_S = 10.0
 """Seconds after which the device looks at its images and files although messages arrive all the time."""
-
-SUBMISSION_RECEIVED = "submission received by the aggregator"
-"""The event that the aggregator has acknowledged a submission."""
 
 _LOGGED = {"task": logging.ERROR, "manifest": logging.ERROR, "link": logging.WARNING}
 """Problems that no action of the agent logs, with their levels."""
@@ -192,6 +191,7 @@ class Device:
             case mqtt.Connected(address=ip, broker=broker):
                 device = self._settings.device_id
                 log_event(log, logging.INFO, "connected to the broker", broker=broker, device=device)
+                notify(notices.BrokerConnected(broker=str(broker)))
                 self._publisher.presence.connected(ip)
                 self._publisher.send_presence()
                 self._info_is_due = True
@@ -201,6 +201,7 @@ class Device:
             case mqtt.Disconnected(reason=reason, retry_s=retry_s, repeated=repeated, broker=broker):
                 level = logging.DEBUG if repeated else logging.WARNING
                 log_event(log, level, reason, broker=broker, retry_s=retry_s)
+                notify(notices.BrokerDisconnected(broker=str(broker), reason=reason, retry_s=retry_s))
                 self._step(event)
             case mqtt.Unsendable(topic=topic, reason=reason, repeated=repeated) if (
                 topic != self._publisher.topic("up")
@@ -210,13 +211,16 @@ class Device:
             case events.SubmissionBuilt(reason=reason):
                 if not self._is_dry_run:
                     self._store.set(BuildProblem(reason))
+                if reason:
+                    notify(notices.ProblemReported(kind="build", text=reason))
                 self._info_is_due = True
                 self._step(event)
             case events.BlobsMissing() if self._settings.broker is None:
                 raise StateError(
                     "a blob was missing or damaged on disk: pass --broker HOST[:PORT] to download it"
                 )
-            case events.HeadInstalled():
+            case events.HeadInstalled(reason=reason):
+                self._notify_head(reason)
                 self._step(event)
                 self._delete_unused()
                 self._info_is_due = True
@@ -232,6 +236,8 @@ class Device:
         if problems != before[0] and not self._is_dry_run:
             self._store.set(Problems(problems))
         for kind, text in problems.items():
+            if text != before[0].get(kind):
+                notify(notices.ProblemReported(kind=kind, text=text))
             if kind in _LOGGED and text != before[0].get(kind):
                 clock = time.strftime("%Y-%m-%d") if kind == "manifest" else None
                 log_event(log, _LOGGED[kind], text, clock=clock)
@@ -239,6 +245,16 @@ class Device:
             self._info_is_due = False
             if not self._is_dry_run:
                 self._publisher.send_info(self.info())
+
+    def _notify_head(self, problem: str) -> None:
+        if problem:
+            notify(notices.ProblemReported(kind="head", text=problem))
+        elif (head := self._store.get(Heads).installed) is not None:
+            notify(
+                notices.HeadInstalled(
+                    version=head.version, round=head.round, correct=head.correct, images=head.total
+                )
+            )
 
     def _check_expiry(self) -> None:
         """Note which manifests have expired, before anything follows from them."""
@@ -302,6 +318,11 @@ class Device:
             algorithm=manifest.algorithm,
             classes=len(manifest.classes),
             backbones=",".join(blob.name for blob in manifest.backbones),
+        )
+        notify(
+            notices.TaskReceived(
+                task=seen.digest.hex(), algorithm=manifest.algorithm, classes=manifest.classes
+            )
         )
         if not self._is_dry_run and not seen.recalled:
             self._store.set(CurrentTask(self._store.blobs.put(seen.payload)))
@@ -391,7 +412,8 @@ class Device:
         head = self._store.get(Heads).installed
         facts = (EvaluatedHead(head.key),) if head is not None and head.key == item.head else ()
         if self._store.outbox.receive(item.digest, facts=facts) and item.kind == "submission":
-            log_event(log, logging.INFO, SUBMISSION_RECEIVED, digest=item.digest)
+            log_event(log, logging.INFO, "submission received by the aggregator", digest=item.digest)
+            notify(notices.SubmissionReceived(submission=item.digest.hex()))
 
     def _delete_unused(self) -> None:
         if not self._is_dry_run:

@@ -151,8 +151,6 @@ class JobState:
         self.image_groups = JobGroups(job.partition)
         self.clock = JobClock(job.now_s)
         self.changes: dict[str, msgspec.Raw] = {}
-        self.sealing_key = b""
-        """The device's private key, once it was granted."""
         self._facts, self._secret, self._number = dict(job.facts), run.secret, job.number
 
     def get(self, kind: type[Fact]) -> Fact:
@@ -170,15 +168,11 @@ class JobState:
         """Return the head in use and the one before it."""
         return self.get(Heads)
 
-    def secret(self, *, keep: bool = True) -> bytes:
+    def secret(self, *, keep: bool = True) -> bytes:  # noqa: ARG002 - as of DeviceState
         """Return the device's secret; empty if this job gets none."""
         return self._secret
 
-    def signing_key(self, _enrolled: bytes | None, *, keep: bool = True) -> bytes:
-        """Return the device's private key; empty if this job gets none."""
-        return self.sealing_key
-
-    def next_number(self, kind: type[SubmissionSequence], *, above: int = 0) -> int:
+    def next_number(self, kind: type[SubmissionSequence], *, above: int = 0) -> int:  # noqa: ARG002 - as of DeviceState
         """Return and note the free number, which is greater than the stored one and `above`."""
         self.set(kind(self._number))
         return self._number

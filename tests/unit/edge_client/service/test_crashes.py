@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from edge_client.storage.crash_counter import MAX_CRASHES, task_key
 from PIL import Image
 
 from edge_client.agent.state import Mode, head_key
 from edge_client.predict.head import open_installed
-from edge_client.storage.crash_counter import MAX_CRASHES, task_key
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Heads, LeftOut, SubmissionReport
 from edge_client.submission import builder, head_installer, image_features

@@ -9,12 +9,12 @@ import numpy as np
 import onnxruntime
 import pytest
 from click.testing import CliRunner
+from edge_client.storage.crash_counter import MAX_CRASHES
 from PIL import Image
 
 from edge_client.cli import cli
 from edge_client.predict import classifier
 from edge_client.runtime.backbone import open_backbone
-from edge_client.storage.crash_counter import MAX_CRASHES
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.stored_values import Heads, InstalledHead, StoredLocalModel

@@ -15,12 +15,12 @@ from unittest.mock import patch
 
 import msgspec
 import pytest
+from edge_client.storage.crash_counter import MAX_CRASHES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_client.agent.state import UploadItem
 from edge_client.storage import outbox, stored_values
-from edge_client.storage.crash_counter import MAX_CRASHES
 from edge_client.storage.device_state import DeviceState, default_device_id
 from edge_client.storage.disk_space import DiskAlmostFull
 from edge_client.storage.head_trials import MAX_FAILURES
