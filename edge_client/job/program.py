@@ -201,7 +201,7 @@ class _Program:
         )
 
     def _open(self, state: JobState, folder: Path, job: Job) -> Workspace:
-        """Return the workspace, with the cache and the backbones of the job before this one."""
+        """Return the workspace, with the cache and the open backbones of the job before this one."""
         settings = _settings(job.settings, dry_run=job.is_dry_run)
         before = self._workspace
         cache = self._open_cache(state.folder) if before is None else before.cache
@@ -218,10 +218,9 @@ class _Program:
             ),
             show_progress=self._service.send,
             isolate=self._isolate,
+            open_backbones={} if before is None else before.open_backbones,
         )
         workspace.charge = lambda charge: _granted(workspace, self._service.charge(charge))
-        if before is not None:
-            workspace.take_over(before)
         self._workspace = workspace
         return workspace
 

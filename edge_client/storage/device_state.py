@@ -81,8 +81,14 @@ CREATE TABLE releases (
 CREATE TABLE grouped_images (image BLOB PRIMARY KEY, number INTEGER NOT NULL) STRICT, WITHOUT ROWID;
 CREATE TABLE image_groups (
     number INTEGER PRIMARY KEY, weight INTEGER NOT NULL, is_unmixed INTEGER NOT NULL,
-    largest_min_images INTEGER NOT NULL
+    largest_min_images INTEGER NOT NULL,
+    -- The block, or 0, and of a group that is or was in a block, the class that its images are counted in.
+    block INTEGER NOT NULL, class TEXT NOT NULL
 ) STRICT;
+-- The blob of the digest has the coefficients: float16 (k, n), in the order of the images' digests.
+CREATE TABLE blocks (number INTEGER PRIMARY KEY, batch_size INTEGER NOT NULL, digest BLOB NOT NULL) STRICT;
+-- Images of blocks that lie in another class than they are counted in.
+CREATE TABLE moved_images (image BLOB PRIMARY KEY, class TEXT NOT NULL) STRICT, WITHOUT ROWID;
 -- When images of groups of which others are there were found missing (elapsed seconds).
 CREATE TABLE missing_images (image BLOB PRIMARY KEY, since_s REAL NOT NULL) STRICT, WITHOUT ROWID;
 -- Deaths of jobs in a row while they ran a task's graphs or a head, by its digest; `place` orders them.
@@ -91,15 +97,8 @@ CREATE TABLE deaths (digest BLOB PRIMARY KEY, deaths INTEGER NOT NULL, place INT
 CREATE TABLE guilty_images (image BLOB PRIMARY KEY, memory_bytes INTEGER NOT NULL) STRICT;
 """
 
-_BLOCKS = """
--- The block of a group, or 0, and of a group that is or was in a block, the class that its images are counted in.
-ALTER TABLE image_groups ADD COLUMN block INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE image_groups ADD COLUMN class TEXT NOT NULL DEFAULT '';
--- The blob of the digest has the coefficients: float16 (k, n), in the order of the images' digests.
-CREATE TABLE blocks (number INTEGER PRIMARY KEY, batch_size INTEGER NOT NULL, digest BLOB NOT NULL) STRICT;
--- Images of blocks that lie in another class than they are counted in.
-CREATE TABLE moved_images (image BLOB PRIMARY KEY, class TEXT NOT NULL) STRICT, WITHOUT ROWID;
-"""
+_BASE_VERSION = 2
+"""Schema version of an earlier program, whose state is not carried over."""
 
 
 def default_device_id(folder: Path) -> str:
@@ -171,7 +170,8 @@ class DeviceState:
         self._database = Database(
             file,
             program="edge-client",
-            migrations=(_SCHEMA, _BLOCKS),
+            migrations=(_SCHEMA,),
+            base=_BASE_VERSION,
             read_only=read_only,
             lock=self._lock,
             holds_lock=lock,
