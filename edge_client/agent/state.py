@@ -158,6 +158,8 @@ class State:
 
     Args:
         stored_task, stored_round: digests of the manifests that an earlier start has stored.
+        stored_build_problem: why that start's last build had no submission, until there is another build. It is not
+            published: its task may have been another one.
         stored: digests of the blobs on disk.
         packet_bytes: payload of a frame that the broker of the last connection accepts.
         upload_frames: payload of a frame that the link carries to the broker.
@@ -180,7 +182,7 @@ class State:
         expired: channels whose newest manifest has expired.
         missing_space: the space that the disk lacks for some work, which does not begin meanwhile.
         task_problem: why the device keeps its previous task; empty if it follows the fleet's.
-        build_problem: why the last build had no submission; empty if it had one.
+        build_problem: why the last build since the start had no submission; empty if it had one.
         head_problem: why the newest head is not in use; empty if it is.
     """
 
@@ -188,6 +190,7 @@ class State:
     device: str = ""
     stored_task: bytes = b""
     stored_round: bytes = b""
+    stored_build_problem: str = ""
     stored: frozenset[bytes] = frozenset()
     connected: bool = False
     packet_bytes: int = MAX_CHUNK_BYTES
@@ -221,7 +224,7 @@ class State:
     @property
     def durable(self) -> StoredState:
         """What outlives the program."""
-        kept = {"build": self.build_problem, "head": self.head_problem}
+        kept = {"build": self.build_problem or self.stored_build_problem, "head": self.head_problem}
         return StoredState(
             task=self.task or self.stored_task,
             round=self.round_digest or self.stored_round,

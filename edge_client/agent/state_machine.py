@@ -190,6 +190,7 @@ def _built(state: State, built: events.SubmissionBuilt, now_s: float) -> events.
         state,
         building=False,
         build_problem=built.reason,
+        stored_build_problem="",
         no_images=built.no_images,
         failures=failures,
         retry_at_s=retry_at_s,

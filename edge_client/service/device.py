@@ -436,7 +436,7 @@ def stored_state(settings: Settings, store: DeviceState) -> State:
         evaluated=key if key == evaluated else None,
         stored_task=kept.task,
         stored_round=kept.round,
-        build_problem=kept.problems.get("build", ""),
+        stored_build_problem=kept.problems.get("build", ""),
         head_problem=reason or kept.problems.get("head", ""),
     )
 

@@ -75,12 +75,12 @@ def test_status_shows_whether_the_submission_was_received(here: Path) -> None:
     state = DeviceState(here / "one")
     report = SubmissionReport(size_bytes=10)
     item = state.outbox.keep("submission", b"submission", task=b"t" * 32, about="", facts=(report,))
-    state.set(Problems({"upload": "the aggregator has no space"}))
+    state.set(StoredState(problems={"upload": "the aggregator has no space"}))
     output = _status()
     assert "submission 10 bytes, not received yet" in output
     assert "problem    the aggregator has no space" in output
     state.outbox.receive(item.digest)
-    state.set(Problems())
+    state.set(StoredState())
     output = json.loads(_status("--json"))
     assert (output["submission"], output["received"], output["problem"]) == (item.digest.hex(), True, "")
 
