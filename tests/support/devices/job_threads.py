@@ -18,12 +18,14 @@ class JobThread:
 
     stderr: IO[bytes] | None = None
     isolate: ClassVar[Isolate] = Backbone.isolated
+    _all: ClassVar[list["JobThread"]] = []
 
     def __init__(self, module: str, pipe: Connection, _alive: int) -> None:
         assert module == "edge_client.job"
         self._pipe = Connection(os.dup(pipe.fileno()))
         self._code = 1
         self._thread = threading.Thread(target=self._run, name="job", daemon=True)
+        JobThread._all.append(self)
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> int:
@@ -36,6 +38,21 @@ class JobThread:
         self._code = -9
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._pipe.fileno())) as pipe:
             pipe.shutdown(socket.SHUT_RDWR)
+
+    @classmethod
+    def wait_for_killed(cls) -> None:
+        """Wait until killed ones have ended, too."""
+        for each in cls._all:
+            if each._code < 0:
+                each._thread.join(60)
+
+    @classmethod
+    def kill_all(cls) -> None:
+        """Kill all, and wait until they have ended."""
+        for each in cls._all:
+            each.kill()
+        cls.wait_for_killed()
+        cls._all.clear()
 
     def _run(self) -> None:
         try:

@@ -5,15 +5,18 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
+import pytest
 
 from aggregator.intake.validation import read_message
 from edge_client.agent import events
 from edge_client.agent.state import UploadItem
 from edge_client.config import Settings
 from edge_client.data.extraction import Isolate
+from edge_client.privacy.charges import Charges
 from edge_client.service.device import Device
 from edge_client.service.jobs import JobEvent, Jobs, ShowDryRun
 from edge_client.storage.device_state import DeviceState
@@ -66,6 +69,10 @@ def without_privacy(manifest: TaskManifest) -> TaskManifest:
     return msgspec.structs.replace(manifest, differential_privacy=None, statistics=None)
 
 
+class PowerLossError(BaseException):
+    """The machine has lost its power."""
+
+
 class JobsBench:
     """Runs jobs one after the other, each to its end."""
 
@@ -73,6 +80,10 @@ class JobsBench:
         self._happened: queue.SimpleQueue[JobEvent | BaseException] = queue.SimpleQueue()
         self.jobs = Jobs(settings, store, emit=self._happened.put, show=show)
         self.jobs.start()
+
+    def fail(self, error: BaseException) -> None:
+        """Let `run` raise an error."""
+        self._happened.put(error)
 
     def run(self, action: events.BuildSubmission | events.InstallHead) -> events.Event | None:
         """Return what becomes of a job."""
@@ -109,10 +120,26 @@ class PrivateBench:
         for blob in (tiny_backbone(), PUBLIC_MAP):
             self.store.blobs.put(blob)
 
+    def stop(self) -> None:
+        """End the program and its job."""
+        self.worker.jobs.stop()
+        JobThread.wait_for_killed()
+
+    def lose_power_in(self, target: object, name: str) -> None:
+        """Build, until the job calls a function: the program and its job end there."""
+
+        def end(*_: object, **__: object) -> None:
+            self.worker.fail(PowerLossError())
+            raise PowerLossError
+
+        with patch.object(target, name, end), pytest.raises(PowerLossError):
+            self.build()
+        self.stop()
+
     def restart(self) -> None:
         """Start the program on the state directory."""
         if hasattr(self, "worker"):
-            self.worker.jobs.stop()
+            self.stop()
         self.store = DeviceState(self.folder / "state")
         JobThread.isolate = self._isolate
         self.worker = JobsBench(self.settings, self.store)
@@ -162,6 +189,11 @@ class PrivateBench:
 
     def workspace(self, **values: Any) -> Workspace:
         """Return the workspace that a job has, on the state directory itself."""
+        if self.manifest.differential_privacy is not None:
+            charges = Charges(
+                self.store, self.settings, task=self.task, manifest=self.manifest, dry_run=False
+            )
+            values = {"charge": charges.answer, **values}
         cache = FeatureCache(self.folder / "state/features.sqlite")
         return open_workspace(self.settings, self.store, cache, isolate=self._isolate, **values)
 

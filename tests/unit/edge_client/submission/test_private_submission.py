@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from aggregator.intake.validation import Expectation, check_noisy_sums
-from edge_client.agent import events
-from edge_client.privacy import policy
+from edge_client.privacy import charges, policy
 from edge_client.privacy.policy import BUDGET, FAILED
 from edge_client.service.device import Device
 from edge_client.storage import privacy_ledger
+from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.privacy_ledger import LOST
 from edge_client.storage.stored_values import BuildProblem, PrivacySpent, SubmissionReport
 from edge_client.submission import private_submission
 from edge_client.submission.image_features import Workspace, training_feature_keys
-from edge_client.submission.prepared_submission import encode_submission
+from edge_client.submission.prepared_submission import encode_submission, prepare_prototypes
 from protocol.errors import PrivacyRefused, StateError
 from protocol.statistics.noisy_sums import MAX_DISCRETENESS, UNITS, deviations
 from protocol.statistics.public_map import PublicMap, read_map
@@ -116,12 +116,11 @@ def test_a_submission_that_is_damaged_is_not_replaced_by_the_earlier_one(bench: 
 
 def test_noise_key_is_in_no_file_once_the_submission_is_in_the_outbox(bench: PrivateBench) -> None:
     """With the key and the submission, the row of an image could be computed that was deleted since."""
-    killed = patch.object(private_submission, "noisy_sums", side_effect=KeyboardInterrupt)
-    with killed, pytest.raises(KeyboardInterrupt):
-        bench.build()
+    bench.lose_power_in(private_submission, "noisy_sums")
     (release,) = bench.store.ledger.releases()
     assert release.key is not None
-    assert _files_with(bench, release.key)
+    assert {name.split("-")[0] for name in _files_with(bench, release.key)} == {"device.sqlite"}
+    bench.restart()
     built = bench.build()
     assert not _files_with(bench, release.key)
     assert bench.dry_run(bench.manifest).privacy == bench.read(built.item).privacy  # type: ignore[arg-type]
@@ -135,11 +134,12 @@ def _files_with(bench: PrivateBench, secret: bytes) -> list[str]:
 
 def restored_before_the_rows(bench: PrivateBench) -> tuple[Submission, Submission]:
     """Return the submissions of a state folder and of its copy from after the charge, where one image differs."""
-    with patch.object(Workspace, "extract", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        bench.build()
+    bench.lose_power_in(Workspace, "extract")
+    bench.restart()
     state, copy = bench.folder / "state", bench.folder / "copy"
     shutil.copytree(state, copy)
     first = bench.upload()
+    bench.stop()
     bench.store.close()
     shutil.rmtree(state)
     shutil.copytree(copy, state)
@@ -162,9 +162,7 @@ def test_forged_receipts_cost_no_budget(bench: PrivateBench) -> None:
     """`superseded`, which any client can send that may publish receipts: the same noise under a higher number."""
     first = bench.upload()
     for above in (first.sequence + 10**6, 2**53):
-        bench.build(above=above)
-        built = bench.emitted.pop()
-        assert isinstance(built, events.SubmissionBuilt)
+        built = bench.build(above=above)
         assert built.item is not None
         again = bench.read(built.item)
         assert again.sequence > above
@@ -246,9 +244,7 @@ def test_features_of_a_deleted_image_go_also_without_budget(bench: PrivateBench)
 
 def test_a_charged_release_is_built_after_a_crash(bench: PrivateBench) -> None:
     """Power loss between charging and uploading costs nothing more."""
-    killed = patch.object(private_submission, "noisy_sums", side_effect=KeyboardInterrupt)
-    with killed, pytest.raises(KeyboardInterrupt):
-        bench.build()
+    bench.lose_power_in(private_submission, "noisy_sums")
     assert bench.store.outbox.items() == ()
     bench.restart()
     assert len(bench.store.ledger.releases()) == 1
@@ -284,21 +280,19 @@ FAILURES: dict[str, tuple[str, Break]] = {
     "the accountant fails": (
         FAILED,
         lambda _, patch: patch.setattr(
-            private_submission, "epsilon_of_sums", Mock(side_effect=ArithmeticError("too small"))
+            charges, "epsilon_of_sums", Mock(side_effect=ArithmeticError("too small"))
         ),
     ),
     "the accountant gives no bound": (
         BUDGET,
-        lambda _, patch: patch.setattr(private_submission, "epsilon_of_sums", lambda *_, **__: math.inf),
+        lambda _, patch: patch.setattr(charges, "epsilon_of_sums", lambda *_, **__: math.inf),
     ),
     "the record cannot be written": (FAILED, lambda bench, _: _forget(bench, FULL)),
     "the marker cannot be written": (FAILED, lambda bench, _: (bench.folder / "state" / "releases").mkdir()),
     "the record cannot be read": (FAILED, lambda bench, _: _forget(bench, "DROP TABLE releases")),
     "features are gone": (
         FAILED,
-        lambda bench, patch: patch.setattr(
-            bench.worker._builder._workspace.cache, "matrix", Mock(side_effect=StateError("secret.png"))
-        ),
+        lambda _, patch: patch.setattr(FeatureCache, "matrix", Mock(side_effect=StateError("secret.png"))),
     ),
     "the mechanism fails": (
         FAILED,
@@ -310,7 +304,10 @@ FAILURES: dict[str, tuple[str, Break]] = {
         FAILED,
         lambda _, patch: patch.setattr(os, "urandom", Mock(side_effect=NotImplementedError())),
     ),
-    "no secret": (FAILED, lambda bench, patch: patch.setattr(bench.store, "secret", lambda **_: b"")),
+    "no secret": (
+        FAILED,
+        lambda bench, patch: patch.setattr(bench.store, "secret", Mock(side_effect=StateError("secret"))),
+    ),
     "out of memory": (
         FAILED,
         lambda _, patch: patch.setattr(private_submission, "noisy_sums", Mock(side_effect=MemoryError())),
@@ -416,10 +413,12 @@ def test_a_feature_that_is_not_finite_counts_as_one(
 ) -> None:
     """A refusal would tell that the image is there."""
 
-    def not_a_number(names: Sequence[str], *_: object, **__: object) -> NDArray[np.float32]:
+    def not_a_number(
+        _: FeatureCache, names: Sequence[str], *__: object, **___: object
+    ) -> NDArray[np.float32]:
         return np.full((len(names), 16), np.nan, np.float32)
 
-    monkeypatch.setattr(bench.worker._builder._workspace.cache, "matrix", not_a_number)
+    monkeypatch.setattr(FeatureCache, "matrix", not_a_number)
     bench.upload()
 
 
@@ -509,6 +508,7 @@ def test_max_epsilon_is_for_what_was_built_before_it_too(
 
 def test_prototypes_without_noise_are_not_encoded_for_a_private_task(bench: PrivateBench) -> None:
     """A last check before bytes leave."""
-    prepared = bench.dry_run(without_privacy(bench.manifest))
+    workspace, manifest = bench.workspace(), without_privacy(bench.manifest)
+    prepared = prepare_prototypes(workspace, manifest, workspace.extract(manifest, lambda: False))
     with pytest.raises(PrivacyRefused):
         encode_submission(prepared, task=bench.task, manifest=bench.manifest, sequence=1)
