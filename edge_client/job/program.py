@@ -17,6 +17,7 @@ from edge_client.config import Settings
 from edge_client.data.extraction import Isolate
 from edge_client.data.image_scanner import Scan
 from edge_client.data.images import LabeledImage
+from edge_client.privacy.policy import is_bounded
 from edge_client.runtime.backbone import Backbone
 from edge_client.runtime.session import require_runtime
 from edge_client.storage.culprits import Culprits
@@ -174,8 +175,9 @@ class _Program:
         state_folder = folder.parent.parent
         state = JobState(state_folder, folder, job, run)
         try:
-            workspace = self._open(state, folder, job)
-            rounds, manifest = RoundTraining(workspace), _decoded(job.manifest, TaskManifest)
+            manifest = _decoded(job.manifest, TaskManifest)
+            workspace = self._open(state, folder, job, manifest)
+            rounds = RoundTraining(workspace)
             runner: SubmissionBuilder | HeadInstaller
             if job.head is None:
                 runner = builder = SubmissionBuilder(workspace, rounds)
@@ -200,11 +202,16 @@ class _Program:
             line=runner.line,
         )
 
-    def _open(self, state: JobState, folder: Path, job: Job) -> Workspace:
+    def _open(self, state: JobState, folder: Path, job: Job, manifest: TaskManifest) -> Workspace:
         """Return the workspace, with the cache and the backbones of the job before this one."""
         settings = _settings(job.settings, dry_run=job.is_dry_run)
         before = self._workspace
-        cache = self._open_cache(state.folder) if before is None else before.cache
+        if job.head is not None and is_bounded(manifest, max_epsilon=settings.max_epsilon):
+            cache = FeatureCache(
+                folder / "features.sqlite"
+            )  # it needs none of those that a build beside it writes
+        else:
+            cache = self._open_cache(state.folder) if before is None else before.cache
         listed = msgspec.json.decode((folder / IMAGES_FILE).read_bytes(), type=ImageList)
         scan = _scan(listed)
         workspace = Workspace(

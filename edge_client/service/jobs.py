@@ -337,6 +337,8 @@ class Jobs:
         if runner is not None and slot and not runner.is_new:
             self._kill(slot)
             runner = None
+        for other in [name for name, each in self._runners.items() if name != slot and each.job is None]:
+            self._kill(other)  # it would keep the features from this one
         if runner is None:
             runner = self._spawn(slot)
         self._number += 1
@@ -514,8 +516,11 @@ class Jobs:
             runner.child.abort(f"malformed result of a job: {error}")
             return None
         self._release(runner)
-        if slot := self._slot(job):
-            self._kill(slot)  # who has read an image starts no clean process
+        slot = self._slot(job)
+        if slot or len(self._runners) > 1:
+            self._kill(
+                slot
+            )  # who has read an image starts no clean process; and the features are another one's now
         self._start_next()
         return happened
 

@@ -101,8 +101,7 @@ class Outbox:
 
     def assign(self, item: UploadItem, task: bytes) -> UploadItem:
         """Return an item as one of another task, for which it is valid, too."""
-        if item.task != task:
-            self._database.write("UPDATE outbox SET task = ? WHERE digest = ?", task, item.digest)
+        self._database.write("UPDATE outbox SET task = ? WHERE digest = ?", task, item.digest)
         return replace(item, task=task)
 
     def newest_submission(self) -> UploadItem | None:

@@ -181,10 +181,12 @@ class PrivateBench:
 
     def dry_run(self, manifest: TaskManifest) -> Shown:
         """Return what a dry run shows."""
+        self.stop()
         shown: list[Shown] = []
-        JobsBench(self.settings, self.store, show=shown.append).run(
-            events.BuildSubmission(self.task, manifest)
-        )
+        worker = JobsBench(self.settings, self.store, show=shown.append)
+        worker.run(events.BuildSubmission(self.task, manifest))
+        worker.jobs.stop()
+        self.restart()
         return shown[0]
 
     def workspace(self, **values: Any) -> Workspace:
