@@ -333,6 +333,9 @@ class Jobs:
             idle = self._runners[""]
             if idle.job is None and idle.is_new:
                 self._runners[slot] = self._runners.pop("")
+        for other, each in tuple(self._runners.items()):
+            if other != slot and each.job is None and not each.is_new:
+                self._kill(other)  # it would keep the lock of the features
         runner = self._runners.get(slot)
         if runner is not None and slot and not runner.is_new:
             self._kill(slot)
