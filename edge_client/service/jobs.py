@@ -333,12 +333,13 @@ class Jobs:
             idle = self._runners[""]
             if idle.job is None and idle.is_new:
                 self._runners[slot] = self._runners.pop("")
+        for other, each in tuple(self._runners.items()):
+            if other != slot and each.job is None and not each.is_new:
+                self._kill(other)  # it would keep the lock of the features
         runner = self._runners.get(slot)
         if runner is not None and slot and not runner.is_new:
             self._kill(slot)
             runner = None
-        for other in [name for name, each in self._runners.items() if name != slot and each.job is None]:
-            self._kill(other)  # it would keep the features from this one
         if runner is None:
             runner = self._spawn(slot)
         self._number += 1
@@ -516,11 +517,9 @@ class Jobs:
             runner.child.abort(f"malformed result of a job: {error}")
             return None
         self._release(runner)
-        slot = self._slot(job)
-        if slot or len(self._runners) > 1:
-            self._kill(
-                slot
-            )  # who has read an image starts no clean process; and the features are another one's now
+        if (slot := self._slot(job)) or len(self._runners) > 1:
+            # Who has read an image starts no clean process, and an idle one keeps the features from another one.
+            self._kill(slot)
         self._start_next()
         return happened
 

@@ -45,7 +45,7 @@ from tests.support.devices.device_factory import (
     payload_of,
     write_images,
 )
-from tests.support.devices.job_threads import JobThread
+from tests.support.devices.job_threads import JobThread, die
 from tests.support.graphs.backbones import tiny_backbone
 
 WANTED = DifferentialPrivacy(noise_multiplier=2.0, delta=1e-5, max_epsilon=6.0)
@@ -130,7 +130,7 @@ class PrivateBench:
 
         def end(*_: object, **__: object) -> None:
             self.worker.fail(PowerLossError())
-            raise PowerLossError
+            die()
 
         with patch.object(target, name, end), pytest.raises(PowerLossError):
             self.build()

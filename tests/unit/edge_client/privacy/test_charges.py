@@ -1,7 +1,9 @@
 """Charges: a release is recorded before an image is read for it, and bound to its features before its key is used."""
 
+import contextlib
 import itertools
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import msgspec
 import pytest
 
 from edge_client.data import extraction
-from edge_client.job import program
+from edge_client.job.program import _Service
 from edge_client.privacy import charges
 from edge_client.privacy.charges import Charges
 from edge_client.privacy.policy import BUDGET
@@ -21,7 +23,9 @@ from edge_client.storage.privacy_ledger import Release
 from edge_client.storage.stored_values import PrivacySpent
 from edge_client.submission import private_submission
 from protocol.errors import PrivacyFailed, PrivacyRefused
-from tests.support.devices.worker_benches import PowerLossError, PrivateBench
+from protocol.statistics.noisy_sums import epsilon_of_sums
+from tests.support.devices.job_threads import die
+from tests.support.devices.worker_benches import WANTED, PrivateBench
 
 LISTED = Charge(b"labels", b"names")
 
@@ -29,7 +33,8 @@ LISTED = Charge(b"labels", b"names")
 @pytest.fixture
 def bench(tmp_path: Path) -> PrivateBench:
     """Return a device whose budget is spent by one release."""
-    return PrivateBench(tmp_path, count=6, max_epsilon=3.0)
+    once = epsilon_of_sums({WANTED.noise_multiplier: 1}, delta=WANTED.delta)
+    return PrivateBench(tmp_path, count=6, max_epsilon=1.01 * once)
 
 
 @pytest.fixture
@@ -68,8 +73,8 @@ class Order:
         self.suspects: list[int] = []
         """Suspects that each job has been given."""
         send, receive, noisy_sums = (
-            program._Service.send,
-            program._Service.receive,
+            _Service.send,
+            _Service.receive,
             private_submission.noisy_sums,
         )
 
@@ -94,8 +99,8 @@ class Order:
             self._note("noise")
             return noisy_sums(*values, **named)
 
-        patch.setattr(program._Service, "send", sent)
-        patch.setattr(program._Service, "receive", received)
+        patch.setattr(_Service, "send", sent)
+        patch.setattr(_Service, "receive", received)
         patch.setattr(private_submission, "noisy_sums", noise)
 
     def _note(self, what: str) -> None:
@@ -121,7 +126,9 @@ def order(bench: PrivateBench, monkeypatch: pytest.MonkeyPatch) -> Order:
         sys.addaudithook(_note_opened)
         _HOOKED.append(_note_opened)
     _opened.clear()
-    return Order(bench, monkeypatch)
+    order = Order(bench, monkeypatch)
+    bench.restart()  # the process that waits for its first job is none of these
+    return order
 
 
 _HOOKED: list[Any] = []
@@ -137,18 +144,32 @@ def test_a_release_is_charged_before_images_are_read_and_bound_before_its_noise(
     ]  # fmt: skip
 
 
+def _let_first_job_die(
+    patch: pytest.MonkeyPatch, order: Order, *, first: Callable[[], None] = lambda: None
+) -> None:
+    """Let the first job die where it opens an image, after something has happened."""
+    whole = extraction.decoded
+
+    def open_or_die(file: Path) -> Any:
+        if len(order.suspects) > 1:
+            return whole(file)
+        first()
+        return die()
+
+    patch.setattr(extraction, "decoded", open_or_die)
+
+
 def test_a_job_whose_charge_is_denied_reads_no_image(
     bench: PrivateBench, order: Order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also none at which a job has died: a suspect is decoded after the charge."""
-    decoded = extraction._decoded
+    new_images = [1]
 
-    def end(*_: Any) -> Any:
-        monkeypatch.setattr(extraction, "_decoded", decoded)
-        bench.add_images(seed=1)
-        raise PowerLossError
+    def change_images() -> None:
+        with contextlib.suppress(IndexError):  # images are decoded on threads
+            bench.add_images(seed=new_images.pop())
 
-    monkeypatch.setattr(extraction, "_decoded", end)
+    _let_first_job_die(monkeypatch, order, first=change_images)
     assert bench.refused() == BUDGET
     assert order.suspects[0] == 0 < order.suspects[1]
     assert order.end() == ["asks to charge", "charged", "asks to charge", "denied", "end"]
@@ -159,13 +180,7 @@ def test_a_suspect_is_decoded_after_the_charge(
     bench: PrivateBench, order: Order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The release is the one that the job before has been charged."""
-    decoded = extraction._decoded
-
-    def end(*_: Any) -> Any:
-        monkeypatch.setattr(extraction, "_decoded", decoded)
-        raise PowerLossError
-
-    monkeypatch.setattr(extraction, "_decoded", end)
+    _let_first_job_die(monkeypatch, order)
     assert bench.cost().releases == 1
     assert order.suspects[1] > 0
     assert order.end() == [
@@ -209,7 +224,7 @@ def test_a_dry_run_is_answered_and_charges_nothing(state: PrivateBench) -> None:
     assert (on_disk(state), state.store.get(PrivacySpent)) == ((), PrivacySpent())
 
 
-def test_a_denied_charge_is_not_recorded(bench: PrivateBench) -> None:
+def test_a_denied_charge_is_not_recorded(bench: PrivateBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the budget is exceeded, also by a binding, or any step fails."""
     granted = charges_of(bench)
     granted.answer(LISTED)
@@ -218,7 +233,7 @@ def test_a_denied_charge_is_not_recorded(bench: PrivateBench) -> None:
     for asked in (msgspec.structs.replace(LISTED, content=b"other rows"), Charge(b"labels", b"other")):
         with pytest.raises(PrivacyRefused, match=BUDGET):
             granted.answer(asked)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(PrivacyFailed):
-        patch.setattr(charges, "epsilon_of_sums", Mock(side_effect=ArithmeticError("secret")))
+    monkeypatch.setattr(charges, "epsilon_of_sums", Mock(side_effect=ArithmeticError("secret")))
+    with pytest.raises(PrivacyFailed):
         granted.answer(Charge(b"labels", b"other"))
     assert on_disk(bench) == before
