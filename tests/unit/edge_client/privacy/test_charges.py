@@ -61,7 +61,7 @@ _opened: list[Any] = []
 
 
 def _note_opened(name: str, arguments: tuple[Any, ...]) -> None:
-    if name == "open":
+    if name == "open" and "w" not in (arguments[1] or "r"):
         _opened.append(arguments[0])
 
 
