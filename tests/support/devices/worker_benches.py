@@ -1,6 +1,8 @@
 """The jobs of a device without its agent, with the state folder that they work on."""
 
+import contextlib
 import queue
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -81,6 +83,12 @@ class JobsBench:
         self.jobs = Jobs(settings, store, emit=self._happened.put, show=show)
         self.jobs.start()
 
+    def wait_for(self, happens: threading.Event) -> None:
+        """Handle what happens until a job has set an event."""
+        while not happens.is_set():
+            with contextlib.suppress(queue.Empty):
+                self._handle(self._happened.get(timeout=0.1))
+
     def fail(self, error: BaseException) -> None:
         """Let `run` raise an error."""
         self._happened.put(error)
@@ -90,11 +98,13 @@ class JobsBench:
         ended = None
         (self.jobs.build if isinstance(action, events.BuildSubmission) else self.jobs.install)(action)  # type: ignore[arg-type]
         while self.jobs.is_busy:
-            happened = self._happened.get(timeout=60)
-            if isinstance(happened, BaseException):
-                raise happened
-            ended = self.jobs.handle(happened) or ended
+            ended = self._handle(self._happened.get(timeout=60)) or ended
         return ended
+
+    def _handle(self, happened: JobEvent | BaseException) -> events.Event | None:
+        if isinstance(happened, BaseException):
+            raise happened
+        return self.jobs.handle(happened)
 
 
 class PrivateBench:

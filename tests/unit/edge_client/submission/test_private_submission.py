@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +17,18 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from aggregator.intake.validation import Expectation, check_noisy_sums
+from edge_client.agent import events
+from edge_client.job.program import _Program
 from edge_client.privacy import charges, policy
 from edge_client.privacy.policy import BUDGET, FAILED
 from edge_client.service.device import Device
 from edge_client.storage import privacy_ledger
 from edge_client.storage.feature_cache import FeatureCache
+from edge_client.storage.job_folder import Installed
 from edge_client.storage.privacy_ledger import LOST
 from edge_client.storage.stored_values import BuildProblem, PrivacySpent, SubmissionReport
 from edge_client.submission import private_submission
+from edge_client.submission.head_installer import HeadInstaller
 from edge_client.submission.image_features import Workspace, training_feature_keys
 from edge_client.submission.prepared_submission import encode_submission, prepare_prototypes
 from protocol.errors import PrivacyRefused, StateError
@@ -32,7 +37,7 @@ from protocol.statistics.public_map import PublicMap, read_map
 from protocol.statistics.second_moment import from_triangle
 from protocol.wire.arrays import to_array
 from protocol.wire.codec import encode
-from protocol.wire.messages import BlobRef, Evaluation, Perturbation, Privacy, Statistics, Submission
+from protocol.wire.messages import BlobRef, Evaluation, HeadRef, Perturbation, Privacy, Statistics, Submission
 from tests.support.devices.device_factory import PROGRAM, TINY
 from tests.support.devices.worker_benches import PUBLIC_MAP, SIZE, WANTED, PrivateBench, without_privacy
 from tests.support.messages.every_type import SAMPLES
@@ -406,6 +411,31 @@ def test_equal_pixels_count_once(tmp_path: Path) -> None:
         shutil.copy(image, bench.data / "dog" / f"{image.stem}-of-a-cat.png")
     counts = to_array(bench.upload().tensors["counts"])
     assert np.abs(counts - 40 * UNITS).max() < 6 * deviations(0.5)["counts"] < 40 * UNITS
+
+
+def test_a_head_of_an_earlier_task_delays_no_build(
+    bench: PrivateBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process, which has the features, does not wait for another job once a private one waits for these."""
+    installs, waits = threading.Event(), threading.Event()
+    open_cache = _Program._open_cache
+
+    def open_in_turn(program: _Program, folder: Path, *, writes: bool) -> FeatureCache:
+        if installs.is_set():
+            waits.set()
+        return open_cache(program, folder, writes=writes)
+
+    def install(*_: object) -> Installed:
+        installs.set()
+        waits.wait(60)
+        return Installed(head=b"head")
+
+    monkeypatch.setattr(_Program, "_open_cache", open_in_turn)
+    monkeypatch.setattr(HeadInstaller, "install", install)
+    public, head = without_privacy(bench.manifest), HeadRef(version=1, head=TINY, devices=1, prototypes=1)
+    bench.worker.jobs.install(events.InstallHead(bench.task, public, head))
+    bench.worker.wait_for(installs)
+    bench.upload()
 
 
 def test_a_feature_that_is_not_finite_counts_as_one(
