@@ -13,10 +13,12 @@ import msgspec
 import pytest
 
 from edge_client.data import extraction
+from edge_client.data.decoding import decoded
 from edge_client.job.program import _Service
 from edge_client.privacy import charges
 from edge_client.privacy.charges import Charges
 from edge_client.privacy.policy import BUDGET
+from edge_client.privacy.sum_mechanism import noisy_sums
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.job_folder import JOB_FILE, Charge, Denial, Grant, Job, Run
 from edge_client.storage.privacy_ledger import Release
@@ -72,11 +74,7 @@ class Order:
         self._bench, self._seen = bench, list[str]()
         self.suspects: list[int] = []
         """Suspects that each job has been given."""
-        send, receive, noisy_sums = (
-            _Service.send,
-            _Service.receive,
-            private_submission.noisy_sums,
-        )
+        send, receive = _Service.send, _Service.receive
 
         def sent(service: Any, message: Any) -> None:
             if isinstance(message, Charge):
@@ -148,11 +146,10 @@ def _let_first_job_die(
     patch: pytest.MonkeyPatch, order: Order, *, first: Callable[[], None] = lambda: None
 ) -> None:
     """Let the first job die where it opens an image, after something has happened."""
-    whole = extraction.decoded
 
     def open_or_die(file: Path) -> Any:
         if len(order.suspects) > 1:
-            return whole(file)
+            return decoded(file)
         first()
         return die()
 
