@@ -27,7 +27,9 @@ from edge_client.storage.stored_values import Heads, LeftOut, SubmissionReport
 from edge_client.submission import builder, head_evaluation, head_installer, image_features
 from protocol import children
 from protocol.errors import RuntimeMissing, StateError, UnreadableImage
+from protocol.wire.codec import encode
 from protocol.wire.messages import Evaluation, HeadManifest
+from protocol.wire.transfer import frames_of
 from tests.support.devices.device_bench import BROADCAST_S, CONSTANT, DeviceBench, HeadBench, RoundsBench
 from tests.support.devices.device_factory import image_file, make_manifest, noise, write_images
 from tests.support.devices.job_threads import JobThread
@@ -275,10 +277,12 @@ def test_a_head_is_evaluated_beside_a_build_under_differential_privacy(
 ) -> None:
     """The time of the head's report does not show how long a build takes."""
     whole, head, reported = builder.encode_submission, bench.head(1, CONSTANT["cat"]), threading.Event()
-    frames = bench.signed
+    data = bench.withdraw(head.head)
 
     def encode_slowly(*arguments: Any, **options: Any) -> Any:
-        bench.deliver(*frames(HeadManifest(task=bench.task, current=head)))
+        bench.deliver(*bench.signed(HeadManifest(task=bench.task, current=head)))
+        for frame in frames_of(data, digest=head.head.digest):
+            bench.deliver(bench.topic("blk"), encode(frame))
         assert reported.wait(30)
         return whole(*arguments, **options)
 
@@ -292,7 +296,6 @@ def test_a_head_is_evaluated_beside_a_build_under_differential_privacy(
     monkeypatch.setattr(builder, "encode_submission", encode_slowly)
     monkeypatch.setattr(JobThread, "isolate", nullcontext)
     bench.offer(PUBLIC_MAP)
-    bench.store.blobs.put(bench.withdraw(head.head))
     bench.follow(make_manifest(**private_task()))
     assert {item.kind for item in bench.store.outbox.items()} == {"submission", "evaluation"}
 
@@ -325,7 +328,7 @@ def _leave_a_secret(*_: object) -> Result:
 
 
 def _send_junk(program: _Program, *_: object) -> dict[str, int]:
-    program._service._pipe.send_bytes(b"junk")
+    program._service._pipe.send_bytes(b"junk")  # noqa: SLF001 - of a hostile job
     return {}
 
 
