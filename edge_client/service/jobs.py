@@ -255,7 +255,8 @@ class Jobs:
         if isinstance(happened, Scanned):
             return self._scanned(happened)
         runner, said = happened.runner, happened.said
-        if runner.child.is_killed:
+        is_aborted = bool(runner.child.reason) and not isinstance(said, int)
+        if runner.child.is_killed or is_aborted:
             return None
         if isinstance(said, str):
             self._log_line(runner, said)

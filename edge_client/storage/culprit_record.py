@@ -22,14 +22,14 @@ class CulpritRecord:
             for digest, deaths in self._database.read("SELECT digest, deaths FROM deaths")
         }
 
-    def add_death(self, digest: bytes, *, deaths: int = 1) -> None:
-        """Count a death, or several."""
+    def add_death(self, digest: bytes) -> None:
+        """Count a death."""
         with self._database.transaction() as database:
             place = "(SELECT coalesce(max(place), 0) + 1 FROM deaths)"
             database.execute(
-                f"INSERT INTO deaths VALUES (?1, ?2, {place}) "  # noqa: S608
-                f"ON CONFLICT (digest) DO UPDATE SET deaths = deaths + ?2, place = {place}",
-                (digest, deaths),
+                f"INSERT INTO deaths VALUES (?, 1, {place}) "  # noqa: S608
+                f"ON CONFLICT (digest) DO UPDATE SET deaths = deaths + 1, place = {place}",
+                (digest,),
             )
             database.execute(
                 "DELETE FROM deaths WHERE place <= (SELECT max(place) FROM deaths) - ?", (MAX_ROWS,)

@@ -228,7 +228,6 @@ class DeviceState:
             heads = Heads(heads.previous)
             returned = heads.installed.version if heads.installed else None
             text = f"head {failed.version} failed {MAX_CRASHES} times in use"
-            self.culprits.add_death(failed.key, deaths=MAX_CRASHES)  # refused when the fleet offers it again
             self.set(heads, HeadProblem(text))
             event(log, logging.ERROR, text, back_to_head=returned)
         return heads

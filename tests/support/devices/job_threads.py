@@ -21,6 +21,7 @@ class JobThread:
     """A thread in place of a process; killed, it loses its pipe and continues unheard."""
 
     stderr: IO[bytes] | None = None
+    ended: int | None = None
     isolate: ClassVar[Isolate] = Backbone.isolated
     newest: ClassVar["JobThread"]
     _all: ClassVar[list["JobThread"]] = []
@@ -29,6 +30,7 @@ class JobThread:
         assert module == "edge_client.job"
         self._pipe = Connection(os.dup(pipe.fileno()))
         self._code = 1
+        self.killed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="job", daemon=True)
         JobThread.newest = self
         JobThread._all.append(self)
@@ -44,6 +46,7 @@ class JobThread:
         self._code = -9
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._pipe.fileno())) as pipe:
             pipe.shutdown(socket.SHUT_RDWR)
+        self.killed.set()
 
     @classmethod
     def wait_for_killed(cls) -> None:

@@ -15,7 +15,6 @@ from edge_client.agent.state import Mode, head_key
 from edge_client.data import extraction
 from edge_client.job.program import _Service
 from edge_client.predict.head import open_installed
-from edge_client.storage.crash_counter import MAX_CRASHES
 from edge_client.storage.culprits import MAX_DEATHS, task_key
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.job_folder import Doing, FromJob, Line, Ready
@@ -185,13 +184,13 @@ def test_a_head_that_fails_in_predict_gives_way_to_the_previous_one(bench: HeadB
     heads = [bench.head(version, CONSTANT[name]) for version, name in ((1, "cat"), (2, "dog"))]
     for head in heads:
         bench.install(head)
-    other = DeviceState(bench.state)
+    other = DeviceState(bench.state, read_only=True)
     in_use = other.heads_in_use().installed
     assert in_use is not None
-    for _ in range(MAX_CRASHES):
+    for _ in range(MAX_DEATHS):
         bench.scan()
         assert bench.info.head_version == 2
-        with pytest.raises(RuntimeError), other.run_head(in_use):
+        with pytest.raises(RuntimeError), other.head_trials.count(in_use.key):
             raise RuntimeError
     bench.scan()
     back = bench.store.get(Heads).installed
