@@ -71,6 +71,12 @@ class ImageList(msgspec.Struct, frozen=True, kw_only=True):
     skipped: Mapping[str, int] = {}
 
 
+class JobVersion(msgspec.Struct, frozen=True):
+    """What `job.json` has in every version."""
+
+    version: str = "an earlier version"
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A job: a submission to build, or a head to install.
 

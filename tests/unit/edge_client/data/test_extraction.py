@@ -23,6 +23,7 @@ from edge_client.data.decoding_memory import available_bytes, limit_bytes, reser
 from edge_client.data.extraction import Extraction, extract, feature_batches
 from edge_client.data.images import LabeledImage, find_images, unlabeled
 from edge_client.runtime.backbone import Backbone
+from edge_client.storage.culprits import Culprits
 from edge_client.storage.feature_cache import FeatureCache
 from protocol.errors import Interrupted
 from protocol.models.preprocessing import Preprocessing, preprocess
@@ -51,6 +52,7 @@ class Extractor:
             batch_size=4,
             on_progress=lambda cached, computed: self.progress.append(cached + computed),
             should_stop=lambda: sum(self.progress) >= stop_after,
+            culprits=Culprits(),
         )
 
     def _open(self, sha256: str) -> Backbone:
@@ -205,6 +207,7 @@ import sys
 from pathlib import Path
 from typing import Any
 from edge_client.runtime.backbone import open_backbone
+from edge_client.storage.culprits import Culprits
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.data.extraction import extract
 from edge_client.data.images import find_images
@@ -213,7 +216,7 @@ data, backbone, state = map(Path, sys.argv[1:])
 opened = open_backbone(backbone, provider="cpu", threads=1)
 extraction = extract(
     find_images(data, ["cat"]), [opened.sha256], FeatureCache(state), open_backbone=lambda _: opened,
-    batch_size=32, on_progress=lambda *_: None, should_stop=lambda: False,
+    batch_size=32, on_progress=lambda *_: None, should_stop=lambda: False, culprits=Culprits(),
 )
 print(extraction.computed, Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 """
