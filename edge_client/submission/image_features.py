@@ -104,7 +104,7 @@ class Workspace:
         Raises:
             CrashedBefore: they have ended the program too often.
         """
-        what = "the task's graphs: waiting for another task; to try it again, run edge-client with --dry-run"
+        what = "the task's graphs: waiting for another task; to try it again, run `edge-client dry-run`"
         key, max_crashes = task_key(manifest, purpose=purpose), None if self.dry_run else MAX_CRASHES
         with self.store.crash_counter.guard(key, what=what, max_crashes=max_crashes) as progress:
             self.on_stored = progress

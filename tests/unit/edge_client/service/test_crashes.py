@@ -70,7 +70,7 @@ def test_a_task_that_ends_the_program_is_not_run_at_the_fourth_start(
     bench.connect().follow(deadly)
     problem = bench.status["problem"]
     assert problem.startswith("the program ended 3 times while it ran the task's graphs")
-    assert "--dry-run" in problem
+    assert "edge-client dry-run" in problem
     assert bench.submission() is None
     monkeypatch.undo()
     bench.follow(make_manifest(seed=2))
