@@ -40,17 +40,11 @@ def loading_modules() -> Iterator[None]:
         gc.enable()
 
 
-class _PublicKey(click.ParamType):
-    """32 bytes in 64 hex digits."""
-
-    name = "hex"
-
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> bytes:
-        if isinstance(value, bytes):
-            return value
-        if re.fullmatch("[0-9A-Fa-f]{64}", value) is None:
-            self.fail(f"expected a public key, 64 hex digits, got {value!r}", parameter, context)
-        return bytes.fromhex(value)
+def _public_key(text: str) -> bytes:
+    """Return 32 bytes from 64 hex digits."""
+    if re.fullmatch("[0-9A-Fa-f]{64}", text) is None:
+        raise click.BadParameter(f"expected a public key, 64 hex digits, got {text!r}")
+    return bytes.fromhex(text)
 
 
 def _load_config(context: click.Context, _option: click.Parameter, file: Path | None) -> None:
@@ -163,7 +157,7 @@ member_options = _all_of(
     _state_option,
     setting(
         "--aggregator-key",
-        type=_PublicKey(),
+        type=_public_key,
         metavar="HEX",
         help="Public key of the aggregator, from `aggregator status`  [default: the first key received]",
     ),
@@ -203,7 +197,7 @@ privacy_options = _all_of(
     ),
     setting(
         "--second-operator",
-        type=_PublicKey(),
+        type=_public_key,
         metavar="HEX",
         help="`seal_key` of the second operator, from its operator.toml: refuses tasks without it. Without this option,"
         " tasks with a second operator are refused. Needs --max-epsilon.",

@@ -52,20 +52,15 @@ MAX_LOAD = 0.1
 """Share of the time in which the folder may be searched: a search of 100,000 images takes seconds."""
 
 
-class _Agreement(click.ParamType):
-    """Two numbers N/IMAGES: N of so many images, more than half of them."""
-
-    name = "agreement"
-
-    def convert(
-        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
-    ) -> tuple[int, int]:
-        found = re.fullmatch(r"(\d{1,4})/(\d{1,4})", value, re.ASCII)
-        needed, images = map(int, found.groups()) if found else (0, 0)
-        if not needed <= images < 2 * needed:
-            text = f"expected N/IMAGES with N more than half of them, such as 2/3, got {value!r}"
-            self.fail(text, parameter, context)
-        return needed, images
+def _agreement(text: str) -> tuple[int, int]:
+    """Return N and IMAGES of N/IMAGES."""
+    found = re.fullmatch(r"(\d{1,4})/(\d{1,4})", text, re.ASCII)
+    needed, images = map(int, found.groups()) if found else (0, 0)
+    if not needed <= images < 2 * needed:
+        raise click.BadParameter(
+            f"expected N/IMAGES with N more than half of them, such as 2/3, got {text!r}"
+        )
+    return needed, images
 
 
 @click.command(
@@ -87,7 +82,7 @@ class _Agreement(click.ParamType):
 @click.option("--existing", is_flag=True, help="Classify the images that are in FOLDER at the start, too.")
 @click.option(
     "--agree",
-    type=_Agreement(),
+    type=_agreement,
     metavar="N/IMAGES",
     help="Print a line only when the answer changes on which N of the newest IMAGES agree, such as 2/3.",
 )
