@@ -56,23 +56,19 @@ def read_settings(
         values: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise click.BadParameter(f"{file}: {error}") from error
-    found = {name: each for name, each in values.items() if name in tables}
-    found[""] = {name: each for name, each in values.items() if name not in tables}
+    found = {name: each for name, each in values.items() if name and name in tables}
+    found[""] = {name: each for name, each in values.items() if name not in found}
     checked: dict[str, dict[str, Any]] = {}
     for table, settings in found.items():
         where = f"{file}: [{table}]" if table else f"{file}:"
         if not isinstance(settings, dict):
             raise click.BadParameter(f"{where} is a table of settings, got {settings!r}")
-        if unknown := [name for name in settings if _key(name) not in tables[table]]:
-            elsewhere = [
-                f"[{other}]" for other, known in tables.items() if other and _key(unknown[0]) in known
-            ]
-            hint = (
-                f"put it into {' or '.join(elsewhere)}"
-                if elsewhere
-                else f"known: {', '.join(sorted(tables[table]))}"
-            )
-            raise click.BadParameter(f"{where} unknown setting {unknown[0]!r}; {hint}")
+        for name in settings:
+            if _key(name) not in tables[table]:
+                places = [f"[{place}]" for place, known in tables.items() if place and _key(name) in known]
+                known = f"known: {', '.join(sorted(tables[table]))}"
+                hint = f"put it into {' or '.join(places)}" if places else known
+                raise click.BadParameter(f"{where} unknown setting {name!r}; {hint}")
         checked[table] = _checked(context, where, settings, tables[table])
     return checked
 

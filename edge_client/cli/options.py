@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 from click.core import ParameterSource
@@ -56,11 +56,10 @@ def _load_config(context: click.Context, _option: click.Parameter, file: Path | 
     if file is None:
         return
     context.meta[CONFIG] = file
-    program = context.find_root().command
-    assert isinstance(program, click.Group)  # noqa: S101 - for the type checker
+    commands = cast("click.Group", context.find_root().command).commands
     tables = {
         name: settings_of(command)
-        for name, command in program.commands.items()
+        for name, command in commands.items()
         if any(each.name == "config" for each in command.params)
     }
     of_run = tables.pop("run")

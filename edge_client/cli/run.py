@@ -83,17 +83,12 @@ def run_command(context: click.Context, /, *, serve: bool, watch: Path | None, *
 
 def _given(context: click.Context) -> list[str]:
     """Return the options for `serve` and `watch` that were given on the command line: they have the others already."""
-    values = {**context.params, "config": context.meta.get(CONFIG)}
-    given = [
-        name
-        for name in _SHARED
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and values[name] is not False
-    ]
-    return [
-        text
-        for name in given
-        for text in (f"--{name}", *([] if values[name] is True else [str(values[name])]))
-    ]
+    values, given = {**context.params, "config": context.meta.get(CONFIG)}, list[str]()
+    for name in _SHARED:
+        value = values[name]
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and value is not False:
+            given += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return given
 
 
 @click.command(

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -132,5 +131,7 @@ def end_with_service() -> None:
 
 
 if __name__ == "__main__":
+    import runpy
+
     end_with_service()
     runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
