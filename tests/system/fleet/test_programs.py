@@ -57,7 +57,7 @@ def test_one_service_takes_part_serves_and_watches(fleet: Fleet, tmp_path: Path)
         parent = psutil.Process(process.pid)
         fleet.wait_until("an answer of serve", lambda: _status(http_address))
         fleet.wait_until("both programs", lambda: len(parent.children()) == 2)
-        return parent.children()
+        return list[psutil.Process](parent.children())
 
     programs = start()
     assert _status(http_address) == 503
