@@ -249,6 +249,15 @@ def test_device_file_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert named == {parameter.name for parameter in edge_client.commands["run"].params} - set_elsewhere
 
 
+def test_device_file_on_the_page_is_accepted(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "operations" / "devices.md").read_text(encoding="utf-8")
+    (settings,) = re.findall(r"(?ms)^```toml\n(.*?)^```", page)
+    (tmp_path / "device.toml").write_text(settings, encoding="utf-8")
+    params = parse(f"edge-client run --config {tmp_path}/device.toml").params
+    assert (params["max_epsilon"], params["serve"], params["watch"]) == (8, True, Path("/srv/camera"))
+    assert parse(f"edge-client watch --config {tmp_path}/device.toml").params["agree"] == (2, 3)
+
+
 @pytest.mark.parametrize(
     "unit",
     ["edge-client", "aggregator", "aggregator@", "mosquitto@", "protofleet-sums"],
