@@ -13,6 +13,7 @@ from typing import Any
 
 from protocol.log import event
 from protocol.retry_delay import MAX_DELAY_S, retry_delay_s
+from protocol.threads import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -102,15 +103,13 @@ def running(
                 program.check()
             is_over.wait(TICK_S)
 
-    thread = threading.Thread(target=supervise, name="programs", daemon=True)
-    if started:
-        thread.start()
+    supervisor = start_thread(supervise, name="programs", on_failure=lambda _: None) if started else None
     try:
         yield
     finally:
         is_over.set()
-        if started:
-            thread.join()
+        if supervisor is not None:
+            supervisor.join()
         for program in started:
             program.terminate()
         until_s = time.monotonic() + grace_s
