@@ -30,7 +30,7 @@ sys.exit(3) if kind == "failing" else time.sleep(600)
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "noting_program.py").write_text(PROGRAM, encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(programs, "TICK_S", 0.02)
     return tmp_path
 
