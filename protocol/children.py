@@ -117,10 +117,17 @@ class Child:
 
     def _hear(self) -> None:
         lines = _Lines(self._on_line)
+
+        def read_line(stream: IO[bytes]) -> bool:
+            with contextlib.suppress(OSError):
+                while self._connection.poll() and self._receive(self._connection):
+                    """What the child has said before it wrote the line: the line may be about that."""
+            return lines.read(stream)
+
         with selectors.DefaultSelector() as selector:
             selector.register(self._connection, selectors.EVENT_READ, self._receive)
             if self._process.stderr is not None:
-                selector.register(self._process.stderr, selectors.EVENT_READ, lines.read)
+                selector.register(self._process.stderr, selectors.EVENT_READ, read_line)
             if self._process.ended is not None:
                 selector.register(self._process.ended, selectors.EVENT_READ, self._end_group)
             while selector.get_map():

@@ -143,7 +143,7 @@ def using(tmp_path: Path, bench: HeadBench) -> HeadBench:
 
 def _command(using: HeadBench, *arguments: str | Path) -> Result:
     options = ["--state", str(using.state), "--provider", "cpu"]
-    return CliRunner().invoke(cli, ["review", *map(str, arguments), *options])
+    return CliRunner().invoke(cli, ["review", "--data", *map(str, arguments), *options])
 
 
 @pytest.mark.parametrize("output", ["--json", "--limit=10"])

@@ -146,7 +146,7 @@ def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def test_the_first_scan_waits_until_files_may_be_complete(device: Device) -> None:
-    """With `--once` and `--dry-run` it is the only one. Later scans do not wait."""
+    """With `--once` and in a dry run it is the only one. Later scans do not wait."""
     assert device.find() == ["1.png", "2.png"]
     (pause_s,) = device.pauses
     assert 0 < pause_s <= SETTLE_S
