@@ -15,9 +15,10 @@ from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.config.schema import MAX_MULTIPLE, Robust
 from aggregator.intake.validation import Expectation, Prototypes
 from aggregator.training.robust.training_set import judged_set
-from protofleet.simulation.fedtc import decoded, expectation_of, fleet_submissions
+from protofleet.simulation.fedtc import expectation_of, fleet_submissions
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition, share_out
+from protofleet.submissions import decoded
 
 ALL_FEATURES = "all features"
 """In place of a partition: a head of all features themselves, in one place."""

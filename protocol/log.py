@@ -7,28 +7,15 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
 _EVENT = "protofleet_event"
 """Attribute of a record: the event's message and fields."""
 
 
-@dataclass(frozen=True)
-class Event:
-    """A logged event."""
+Observer = Callable[[object], None]
 
-    message: str
-    """Its constant words, as in the log."""
-    level: int
-    """As in `logging`, at least INFO."""
-    fields: Mapping[str, object]
-    """Its values by name."""
-
-
-Observer = Callable[[Event], None]
-
-_OBSERVER: ContextVar[Observer | None] = ContextVar("observer of events", default=None)
+_OBSERVER: ContextVar[Observer | None] = ContextVar("observer of notices", default=None)
 
 
 def event(logger: logging.Logger, level: int, message: str, **fields: object) -> None:
@@ -36,20 +23,26 @@ def event(logger: logging.Logger, level: int, message: str, **fields: object) ->
 
     The message is constant: the same event has the same words everywhere. A field whose value is None is omitted.
     """
-    if _is_wanted(logger, level):
+    if logger.isEnabledFor(level):
         _write(logger, level, message, fields)
 
 
+def notify(notice: object) -> None:
+    """Pass a typed event to the program in which this one is embedded, if it is."""
+    if (observe := _OBSERVER.get()) is not None:
+        observe(notice)
+
+
 def observer() -> Observer | None:
-    """Return the observer of this thread's events."""
+    """Return the observer of this thread's notices."""
     return _OBSERVER.get()
 
 
 @contextlib.contextmanager
 def observed(by: Observer | None) -> Iterator[None]:
-    """Pass events of the body, and of threads that `protocol.threads.start_thread` starts there, to an observer.
+    """Pass notices of the body, and of threads that `protocol.threads.start_thread` starts there, to an observer.
 
-    The observer gets them whatever is logged, from any of these threads; it must not raise.
+    The observer gets them from any of these threads; it must not raise.
     """
     before = _OBSERVER.set(by)
     try:
@@ -58,18 +51,11 @@ def observed(by: Observer | None) -> Iterator[None]:
         _OBSERVER.reset(before)
 
 
-def _is_wanted(logger: logging.Logger, level: int) -> bool:
-    return logger.isEnabledFor(level) or (level >= logging.INFO and _OBSERVER.get() is not None)
-
-
 def _write(logger: logging.Logger, level: int, message: str, fields: Mapping[str, object]) -> None:
     given = {name: value for name, value in fields.items() if value is not None}
-    if level >= logging.INFO and (observe := _OBSERVER.get()) is not None:
-        observe(Event(message, level, given))
-    if logger.isEnabledFor(level):
-        pairs = [f"{name}={_text(value)}" for name, value in given.items()]
-        extra = {_EVENT: (message, given)}
-        logger.log(level, "%s", " ".join([message, *pairs]), stacklevel=3, extra=extra)
+    pairs = [f"{name}={_text(value)}" for name, value in given.items()]
+    extra = {_EVENT: (message, given)}
+    logger.log(level, "%s", " ".join([message, *pairs]), stacklevel=3, extra=extra)
 
 
 def fields_of(record: logging.LogRecord) -> tuple[str, dict[str, object] | None]:

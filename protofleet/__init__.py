@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edge_client.runtime.backbone import Backbone as Backbone
+    from edge_client.storage.device_status import DeviceStatus as DeviceStatus
     from protocol.errors import ProtofleetError as ProtofleetError
-    from protocol.log import Event as Event
     from protocol.mqtt.tls import BrokerAccess as BrokerAccess
     from protofleet.aggregator import Aggregator as Aggregator
+    from protofleet.classifier import FederatedClassifier as FederatedClassifier
     from protofleet.device import Device as Device
     from protofleet.features import extract_features as extract_features
     from protofleet.features import load_backbone as load_backbone
@@ -30,19 +31,23 @@ if TYPE_CHECKING:
     from protofleet.simulation.simulate import AlgorithmResult as AlgorithmResult
     from protofleet.simulation.simulate import Simulation as Simulation
     from protofleet.simulation.simulate import simulate as simulate
+    from protofleet.submissions import decode_submission as decode_submission
+    from protofleet.submissions import encode_submission as encode_submission
 
 _NAMES = {
     "edge_client.runtime.backbone": ("Backbone",),
+    "edge_client.storage.device_status": ("DeviceStatus",),
     "protocol.errors": ("ProtofleetError",),
-    "protocol.log": ("Event",),
     "protocol.mqtt.tls": ("BrokerAccess",),
     "protofleet.aggregator": ("Aggregator",),
+    "protofleet.classifier": ("FederatedClassifier",),
     "protofleet.device": ("Device",),
     "protofleet.features": ("extract_features", "load_backbone"),
     "protofleet.head": ("Head", "train_head"),
     "protofleet.images": ("ImageSource",),
     "protofleet.model": ("Model", "Prediction"),
     "protofleet.prototypes": ("Prototypes", "batch_prototypes", "device_prototypes"),
+    "protofleet.submissions": ("decode_submission", "encode_submission"),
     "protofleet.simulation.compare": ("Comparison", "compare"),
     "protofleet.simulation.dataset": ("Dataset", "load_dataset"),
     "protofleet.simulation.simulate": ("AlgorithmResult", "Simulation", "simulate"),

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from aggregator.config.task_file import load_task
 from aggregator.config.training_packages import require_packages_of
-from aggregator.heads.rollout import HEAD_ACTIVATED
-from aggregator.intake.accepted_submissions import SUBMISSION_ACCEPTED
 from aggregator.server import events as service
 from aggregator.server.aggregator import prepare, serve
 from aggregator.status.collect import collect_status
@@ -18,7 +16,8 @@ from aggregator.storage.open_store import open_store
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, parse_broker
 from protocol.storage.state_folder import default_state_folder
-from protofleet.embedded import Callback, Embedded
+from protofleet.embedded import Embedded
+from protofleet.events import AggregatorEvent, HeadActivated, SubmissionAccepted
 from protofleet.model import Model
 from protofleet.packages import needed_packages
 
@@ -36,7 +35,7 @@ class Aggregator(Embedded):
         embedded_broker: run a broker in this program; it accepts any client.
         on_head: called when the fleet is to use another head, whose files are written then.
         on_submission: called when a device's submission is stored.
-        on_event: called with every event that the aggregator logs.
+        on_event: called with every `events.AggregatorEvent`. What else happens is logged, as by the program.
 
     Raises:
         ConfigError: a setting or the task file is wrong.
@@ -51,14 +50,14 @@ class Aggregator(Embedded):
         broker: str = "127.0.0.1",
         access: BrokerAccess = NO_AUTHENTICATION,
         embedded_broker: bool = False,
-        on_head: Callback | None = None,
-        on_submission: Callback | None = None,
-        on_event: Callback | None = None,
+        on_head: Callable[[HeadActivated], None] | None = None,
+        on_submission: Callable[[SubmissionAccepted], None] | None = None,
+        on_event: Callable[[AggregatorEvent], None] | None = None,
     ) -> None:
         super().__init__(
             name="aggregator",
             on_event=on_event,
-            callbacks={HEAD_ACTIVATED: on_head, SUBMISSION_ACCEPTED: on_submission},
+            callbacks={HeadActivated: on_head, SubmissionAccepted: on_submission},
         )
         if embedded_broker and access != NO_AUTHENTICATION:
             raise ConfigError("the embedded broker has neither encryption nor passwords: use mosquitto")

@@ -1,24 +1,24 @@
 """A device of a fleet in this program."""
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edge_client.agent.events import HEAD_IN_USE
 from edge_client.agent.state import Mode
-from edge_client.cli.status import device_status
 from edge_client.config import membership
 from edge_client.service import device as service
-from edge_client.service.device import SUBMISSION_RECEIVED
 from edge_client.storage.device_state import DeviceState
+from edge_client.storage.device_status import DeviceStatus, read_status
 from edge_client.storage.stored_values import Heads
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
 from protocol.storage.state_folder import default_state_folder
 from protocol.wire.topics import is_name
-from protofleet.embedded import Callback, Embedded
+from protofleet.embedded import Embedded
+from protofleet.events import DeviceEvent, HeadInstalled, SubmissionReceived
 
 if TYPE_CHECKING:
     from edge_client.runtime.session import Provider
@@ -45,10 +45,14 @@ class Device(Embedded):
         provider: `cpu`, `cuda`, `tensorrt`, or `auto` for CUDA if available.
         threads: CPU threads of a run; None for all cores.
         rescan_s: seconds between scans for new images.
+        aggregator_key: public key of the aggregator in hex, from `aggregator status`; None trusts the enrollment's, or
+            else the first key that is received.
         max_epsilon: privacy budget for all submissions together; None leaves the limit to the task.
+        second_operator: `seal_key` of the second operator in hex, from its operator.toml; tasks without it are refused.
+            None refuses tasks with a second operator. Needs `max_epsilon`.
         on_head: called when a head is installed.
         on_submission: called when the aggregator has received a submission.
-        on_event: called with every event that the device logs.
+        on_event: called with every `events.DeviceEvent`. What else happens is logged, as by the program.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -69,15 +73,17 @@ class Device(Embedded):
         provider: "Provider" = "auto",
         threads: int | None = None,
         rescan_s: float = 30.0,
+        aggregator_key: str | None = None,
         max_epsilon: float | None = None,
-        on_head: Callback | None = None,
-        on_submission: Callback | None = None,
-        on_event: Callback | None = None,
+        second_operator: str | None = None,
+        on_head: Callable[[HeadInstalled], None] | None = None,
+        on_submission: Callable[[SubmissionReceived], None] | None = None,
+        on_event: Callable[[DeviceEvent], None] | None = None,
     ) -> None:
         super().__init__(
             name="device",
             on_event=on_event,
-            callbacks={HEAD_IN_USE: on_head, SUBMISSION_RECEIVED: on_submission},
+            callbacks={HeadInstalled: on_head, SubmissionReceived: on_submission},
         )
         member = membership(
             Path(enrollment) if enrollment is not None else None,
@@ -85,7 +91,10 @@ class Device(Embedded):
             fleet=fleet,
             device_id=device_id,
             access=access,
+            aggregator_key=_public_key("aggregator_key", aggregator_key),
         )
+        if second_operator is not None and max_epsilon is None:
+            raise ConfigError("second_operator needs max_epsilon, the limit of what a sum may reveal")
         if member.broker is None:
             raise ConfigError("expected a broker as HOST or HOST:PORT, got none")
         if not is_name(member.fleet):
@@ -108,7 +117,9 @@ class Device(Embedded):
             "backbones": tuple(map(Path, backbones)),
             "rescan_s": rescan_s,
             "max_epsilon": max_epsilon,
+            "second_operator": _public_key("second_operator", second_operator),
         }
+        self._mode = Mode.SERVICE
         self._service: service.Device | None = None
 
     @property
@@ -120,7 +131,7 @@ class Device(Embedded):
         with closing(DeviceState(self._folder, lock=True)) as store:
             settings = self._member.settings(
                 device_id=store.device_id(self._member.device_id),
-                mode=Mode.SERVICE,
+                mode=self._mode,
                 provider=self._provider,
                 threads=self._threads,
                 **self._settings,
@@ -133,14 +144,30 @@ class Device(Embedded):
         if self._service is not None:
             self._service.stop()
 
-    def status(self) -> dict[str, Any]:
-        """Return what `edge-client status --json` prints: task, submission, head, problem and more.
+    def run_once(self, timeout_s: float | None = None) -> "Model":
+        """Run until a head is installed and evaluated, as `edge-client --once` does, and return it.
+
+        Raises:
+            TimeoutError: it has not ended after the timeout, in seconds.
+            ProtofleetError: it runs already, or has ended by this error.
+        """
+        self._mode = Mode.ONCE
+        try:
+            with self:
+                if not self.wait(timeout_s):
+                    raise TimeoutError(f"the device has not ended after {timeout_s:g} s")
+        finally:
+            self._mode = Mode.SERVICE
+        return self.model()
+
+    def status(self) -> DeviceStatus:
+        """Return what `edge-client status --json` prints, as a struct.
 
         Raises:
             StateError: the device has never run.
         """
         with closing(DeviceState(self._folder, read_only=True)) as store:
-            return device_status(store)
+            return read_status(store)
 
     def wait_for_head(self, timeout_s: float | None = None) -> "Model":
         """Wait until a head is installed, also by an earlier run, and return it with its backbones.
@@ -158,7 +185,7 @@ class Device(Embedded):
         Raises:
             ConfigError: no head is installed.
         """
-        from protofleet.model import Model  # numpy, Pillow and ONNX Runtime
+        from protofleet.model import Model
 
         return Model.installed(state=self._folder, provider=self._provider, threads=self._threads)
 
@@ -168,3 +195,12 @@ class Device(Embedded):
                 return store.get(Heads).installed is not None
         except StateError:
             return False
+
+
+def _public_key(name: str, text: str | None) -> bytes | None:
+    """Return 32 bytes from 64 hex digits; raises ConfigError for other text."""
+    if text is None:
+        return None
+    if re.fullmatch("[0-9A-Fa-f]{64}", text) is None:
+        raise ConfigError(f"expected a public key as {name}, 64 hex digits, got {text!r}")
+    return bytes.fromhex(text)

@@ -1,4 +1,4 @@
-"""A device or an aggregator on a thread of this program, with its events passed to callbacks."""
+"""A device or an aggregator on a thread of this program, with its typed events passed to callbacks."""
 
 import logging
 import queue
@@ -6,15 +6,13 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Self
+from typing import Any, Self
 
 from protocol.errors import ProtofleetError
-from protocol.log import Event, observed
+from protocol.log import observed
 from protocol.threads import start_thread
 
 log = logging.getLogger(__name__)
-
-Callback = Callable[[Event], None]
 
 STOP_TIMEOUT_S = 30.0
 
@@ -29,12 +27,16 @@ class Embedded(ABC):
     """
 
     def __init__(
-        self, *, name: str, on_event: Callback | None, callbacks: Mapping[str, Callback | None]
+        self,
+        *,
+        name: str,
+        on_event: Callable[[Any], None] | None,
+        callbacks: Mapping[type, Callable[[Any], None] | None],
     ) -> None:
         self._name = name
         self._on_event = on_event
-        self._callbacks = {message: callback for message, callback in callbacks.items() if callback}
-        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._callbacks = callbacks
+        self._events: queue.SimpleQueue[object | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._dispatcher: threading.Thread | None = None
         self._ready, self._changed = threading.Event(), threading.Event()
@@ -148,16 +150,16 @@ class Embedded(ABC):
             self._error = None
             raise error
 
-    def _observe(self, event: Event) -> None:
+    def _observe(self, event: object) -> None:
         self._changed.set()
         self._events.put(event)
 
     def _dispatch(self) -> None:
         while (event := self._events.get()) is not None:
-            for callback in (self._callbacks.get(event.message), self._on_event):
+            for callback in (self._callbacks.get(type(event)), self._on_event):
                 if callback is None:
                     continue
                 try:
                     callback(event)
                 except Exception:
-                    log.exception("a callback failed: %s", event.message)
+                    log.exception("a callback failed: %s", type(event).__name__)

@@ -3,13 +3,13 @@
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.runtime.backbone import Backbone, open_backbone
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, UnreadableImage
 from protofleet.images import BATCH_SIZE, Batch, ImageSource, batches
 
 if TYPE_CHECKING:
@@ -42,32 +42,73 @@ def load_backbones(backbones: AnyBackbone | Sequence[AnyBackbone]) -> list[Backb
     return [each if isinstance(each, Backbone) else load_backbone(each) for each in several]
 
 
+@overload
 def extract_features(
     images: Iterable[ImageSource],
     backbone: AnyBackbone | Sequence[AnyBackbone],
     *,
     batch_size: int = BATCH_SIZE,
+    on_error: Literal["raise"] = "raise",
+    on_progress: Callable[[int], None] = ...,
+) -> NDArray[np.float32]: ...
+
+
+@overload
+def extract_features(
+    images: Iterable[ImageSource],
+    backbone: AnyBackbone | Sequence[AnyBackbone],
+    *,
+    batch_size: int = BATCH_SIZE,
+    on_error: Literal["skip"],
+    on_progress: Callable[[int], None] = ...,
+) -> tuple[NDArray[np.float32], dict[int, str]]: ...
+
+
+def extract_features(
+    images: Iterable[ImageSource],
+    backbone: AnyBackbone | Sequence[AnyBackbone],
+    *,
+    batch_size: int = BATCH_SIZE,
+    on_error: Literal["raise", "skip"] = "raise",
     on_progress: Callable[[int], None] = lambda _: None,
-) -> NDArray[np.float32]:
+) -> NDArray[np.float32] | tuple[NDArray[np.float32], dict[int, str]]:
     """Return the features of images, float32 (n, L), as a device computes them.
 
     Args:
         images: n paths, Pillow images or arrays uint8 (H, W, 3), of any sizes.
         backbone: one backbone, or several whose features are concatenated: a file or what `load_backbone` returned.
         batch_size: images in a run of a backbone.
-        on_progress: called after every batch with the number of images in it.
+        on_error: `raise`, or `skip` for images that cannot be decoded: returns the features of the others, and the
+            reasons by the position of each skipped image. `np.delete(labels, list(skipped))` has their labels.
+        on_progress: called after every batch with the number of images in it that were not skipped.
 
     Raises:
-        ConfigError: there are no images, or `batch_size` is below 1.
+        ConfigError: there are no images, `batch_size` is below 1, or an array is no image.
         UnreadableImage: an image cannot be decoded.
         BackboneMismatch: a file is no backbone.
     """
+    if on_error not in ("raise", "skip"):
+        raise ConfigError(f"expected on_error raise or skip, got {on_error!r}")
     backbones = load_backbones(backbone)
+    skipped: dict[int, str] = {}
+
+    def skip(number: int, error: UnreadableImage) -> None:
+        skipped[number] = str(error)
+
     rows = []
-    for batch in batches(images, {each.metadata.preprocessing for each in backbones}, batch_size=batch_size):
+    for batch in batches(
+        images,
+        {each.metadata.preprocessing for each in backbones},
+        batch_size=batch_size,
+        on_unreadable=skip if on_error == "skip" else None,
+    ):
         rows.append(features_of(batch, backbones))
         on_progress(len(rows[-1]))
-    return joined(rows)
+    if on_error == "raise":
+        return joined(rows)
+    if skipped and not rows:
+        rows = [np.zeros((0, sum(each.metadata.feature_size for each in backbones)), np.float32)]
+    return joined(rows), skipped
 
 
 def joined(rows: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:

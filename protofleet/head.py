@@ -5,24 +5,31 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.fedtc.head import Dense, logits_of
+from aggregator.algorithms.algorithm import OneShot, Training
+from aggregator.algorithms.fedtc.head import Dense, logits_of, require_layers
 from aggregator.algorithms.fedtc.recipe import RECIPES
-from aggregator.algorithms.fedtc.train_head import train_head as train_fedtc_head
 from aggregator.algorithms.novelty import ClassDirections, directions_of
+from aggregator.algorithms.registry import configured
+from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.config.schema import Robust
 from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.training_set import judged_set
 from protocol.errors import ConfigError
 from protocol.models.onnx_metadata import HeadMetadata
 from protocol.storage.blobstore import write_atomically
-from protocol.wire.principal_prototypes import PrincipalPrototypes
 from protofleet.packages import needed_packages
-from protofleet.prototypes import check_rows
+from protofleet.prototypes import check_prototypes
+
+BackboneFiles: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""The file of a backbone, or the files of several in the order of their features."""
+
+UNKNOWN = bytes(32).hex()
+"""The digest in a head's metadata of a task or a backbone that it does not know."""
 
 ROBUST = Robust()
 """The aggregator's protection against incorrect prototypes, with its defaults."""
@@ -40,6 +47,7 @@ class Head:
         warning: why outliers were not quarantined; empty if there is nothing to say.
         directions: of the classes. A saved model computes the novelty of an image from them; it has no threshold, since
             that needs images which devices hold out.
+        feature_map: the map of `statistics` from features to what the layers take; None for other algorithms.
     """
 
     classes: tuple[str, ...]
@@ -48,10 +56,13 @@ class Head:
     quarantined: Mapping[str, str]
     warning: str = ""
     directions: ClassDirections | None = None
+    feature_map: FeatureMap | None = None
 
     @property
     def feature_size(self) -> int:
         """Return L, the length of a feature."""
+        if self.feature_map is not None:
+            return self.feature_map.feature_size
         first = self.layers[0]
         return int((first.weight if first.projection is None else first.projection).shape[1])
 
@@ -59,32 +70,33 @@ class Head:
         """Return logits, float32 (n, C), of features float32 (n, L); raises ConfigError for another shape."""
         if np.ndim(features) != 2 or np.shape(features)[1] != self.feature_size:
             raise ConfigError(f"expected features (n, {self.feature_size}), got {np.shape(features)}")
-        return logits_of(self.layers, np.asarray(features))
+        rows = np.asarray(features)
+        if self.feature_map is not None:
+            from aggregator.graphs.head_export import mapped
 
-    def probabilities(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
+            rows = mapped(self.feature_map, rows.astype(np.float32))
+        return logits_of(self.layers, rows)
+
+    def predict_proba(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return class probabilities, float32 (n, C), of features float32 (n, L)."""
         logits = self.logits(features)
         odds = np.exp(logits - logits.max(axis=1, keepdims=True))
         return np.asarray(odds / odds.sum(axis=1, keepdims=True))
 
     def predict(self, features: NDArray[np.float32]) -> NDArray[np.int64]:
-        """Return the most probable class, int64 (n,), of each of n features."""
+        """Return the label of the most probable class, int64 (n,), of each of n features."""
         return np.asarray(self.logits(features).argmax(axis=1), np.int64)
 
-    @needed_packages("Head.save")
-    def save(
-        self,
-        path: str | os.PathLike[str],
-        backbones: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    ) -> None:
-        """Write `model.onnx`: the head fused with the backbones' files, images to probabilities.
+    @needed_packages("Head.to_onnx")
+    def to_onnx(self, backbones: BackboneFiles = ()) -> bytes:
+        """Return the head as an ONNX file, from `feature` float32 (n, L) to `probabilities` and `logits`.
 
-        `Model.load` opens it, and so does any program with ONNX Runtime (docs/export.md).
+        With the backbones' files, it is `model.onnx`: fused with them, images to probabilities.
 
         Raises:
             RuntimeMissing: a package of the extra `aggregator` is not installed.
+            ConfigError: a backbone cannot be read.
             BackboneMismatch: the backbones do not give the head's features.
-            StateError: the file cannot be written.
         """
         from aggregator.graphs.fused_model import fuse
         from aggregator.graphs.head_export import head_to_onnx
@@ -97,13 +109,30 @@ class Head:
         metadata = HeadMetadata(
             classes=self.classes,
             version=1,
-            task=bytes(32).hex(),
-            backbones=tuple(hashlib.sha256(content).hexdigest() for content in contents),
+            task=UNKNOWN,
+            backbones=tuple(hashlib.sha256(content).hexdigest() for content in contents) or (UNKNOWN,),
             feature_size=self.feature_size,
             training={"loss": self.loss},
         )
-        head = head_to_onnx(self.layers, metadata=metadata, directions=self.directions)
-        write_atomically(Path(path), fuse(contents, head))
+        head = head_to_onnx(
+            self.layers, metadata=metadata, feature_map=self.feature_map, directions=self.directions
+        )
+        return fuse(contents, head) if contents else head
+
+    def save(self, path: str | os.PathLike[str], backbones: BackboneFiles) -> None:
+        """Write `model.onnx`: the head fused with the backbones' files, images to probabilities.
+
+        `Model.load` opens it, and so does any program with ONNX Runtime (docs/export.md).
+
+        Raises:
+            RuntimeMissing: a package of the extra `aggregator` is not installed.
+            BackboneMismatch: the backbones do not give the head's features.
+            ConfigError: there are no backbones, or one cannot be read.
+            StateError: the file cannot be written.
+        """
+        if not backbones:
+            raise ConfigError("expected the files of the head's backbones, got none: `to_onnx` needs none")
+        write_atomically(Path(path), self.to_onnx(backbones))
 
 
 @needed_packages("train_head")
@@ -111,21 +140,23 @@ def train_head(
     devices: Mapping[str, Prototypes] | Sequence[Prototypes],
     *,
     classes: Sequence[str] | int,
+    algorithm: str | OneShot = "fedtc",
     recipe: Literal["default", "paper"] = "default",
     robust: Robust = ROBUST,
     seed: int = 0,
     device: str = "cpu",
     on_progress: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> Head:
-    """Train a head on the prototypes of several devices (FedTC eq. 5), as the aggregator does.
+    """Train a head on the prototypes of several devices, by default FedTC's (eq. 5), as the aggregator does.
 
-    By the default recipe, principal prototypes make a linear discriminant. Of batches alone, cross-validation chooses
-    between it and an adapter, which needs torch: without torch there is none. The same prototypes and seed give the
-    same head on the CPU.
+    By FedTC's default recipe, principal prototypes make a linear discriminant. Of batches alone, cross-validation
+    chooses between it and an adapter, which needs torch: without torch there is none. The same prototypes and seed give
+    the same head on the CPU.
 
     Args:
         devices: what `device_prototypes` or `batch_prototypes` returned on each device, by its name, or as a sequence.
         classes: the C class names, or their number.
+        algorithm: `fedtc`, `fedncm`, or another one-shot algorithm of prototypes, installed or an instance.
         recipe: `default`, or `paper` for the training that the FedTC paper describes.
         robust: protection against incorrect prototypes, as `[robust]` in a task file.
         seed: of cross-validation and training.
@@ -136,18 +167,18 @@ def train_head(
     Raises:
         RuntimeMissing: a package of the extra `aggregator` is not installed, or of `train` for the recipe `paper`.
         ConfigError: there are no prototypes, prototypes of different lengths or not finite, labels that are no class,
-            counts below 1, or another recipe.
+            counts below 1, another recipe, or an algorithm that is not made of prototypes alone.
         ProtofleetError: the prototypes cannot be trained on.
     """
     if recipe not in RECIPES:
         raise ConfigError(f"expected a recipe out of {', '.join(RECIPES)}, got {recipe!r}")
+    method = configured(algorithm, {}) if isinstance(algorithm, str) else algorithm
+    if not isinstance(method, OneShot) or method.sums:
+        raise ConfigError(f"expected a one-shot algorithm of prototypes, such as fedtc, got {method.name!r}")
     names = tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(classes)
     parts = devices if isinstance(devices, Mapping) else {str(at): part for at, part in enumerate(devices)}
     for part in parts.values():
-        check_rows(part.values, part.labels)
-        check_rows(part.values, part.counts, name="count", least=1)
-        if part.block is not None:
-            _check_block(part.block, part.values.shape[1])
+        check_prototypes(part)
     parts = {name: part for name, part in parts.items() if len(part.every[0])}
     if not parts:
         raise ConfigError(
@@ -155,6 +186,8 @@ def train_head(
         )
     if recipe == "paper" and any(part.block is not None for part in parts.values()):
         raise ConfigError("expected prototypes of batches for the paper's recipe, got principal prototypes")
+    if not method.blocks and any(part.block is not None for part in parts.values()):
+        raise ConfigError(f"expected prototypes of batches for {method.name}, got principal prototypes")
     greatest = max(int(part.every[0].max()) for part in parts.values())
     if greatest >= len(names):
         raise ConfigError(f"expected labels below {len(names)}, the number of classes, got {greatest}")
@@ -164,7 +197,9 @@ def train_head(
         )
     data, judgment, _ = judged_set(parts, classes=names, robust=robust)
     on_progress({"prototypes": len(data.labels) if data.scatter is None else int(data.counts.sum())})
-    trained = train_fedtc_head(data, RECIPES[recipe], seed=seed, device=device, report=on_progress)
+    training = Training(recipe=recipe, seed=seed, device=device)
+    trained = method.train(data, training, report=on_progress)
+    require_layers(trained.layers, features=data.values.shape[1], classes=data.num_classes)
     return Head(
         classes=names,
         layers=trained.layers,
@@ -173,18 +208,3 @@ def train_head(
         warning=judgment.warning,
         directions=directions_of(data),
     )
-
-
-def _check_block(block: PrincipalPrototypes, size: int) -> None:
-    """Raise ConfigError unless the arrays of a block of `size` values fit each other, and are finite."""
-    check_rows(block.means, block.labels)
-    check_rows(block.means, block.counts, name="count", least=1)
-    if not block.means.shape[1:] == block.rows.shape[1:] == block.diagonal.shape == (size,):
-        raise ConfigError(
-            f"expected a block of {size} values, got means {block.means.shape}, rows {block.rows.shape} and a "
-            f"diagonal {block.diagonal.shape}"
-        )
-    if not (
-        np.isfinite(block.rows).all() and (block.diagonal >= 0).all() and np.isfinite(block.diagonal).all()
-    ):
-        raise ConfigError("expected finite rows in a block, and a finite diagonal that is not negative")

@@ -3,7 +3,7 @@
 import itertools
 import os
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from edge_client.data.decoding import decoded, decoding_threads
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, UnreadableImage
 from protocol.models.preprocessing import Preprocessing, preprocess
 
 ImageSource: TypeAlias = str | os.PathLike[str] | Image.Image | NDArray[np.uint8]
@@ -44,13 +44,20 @@ def open_image(image: ImageSource) -> AbstractContextManager[Image.Image]:
 
 
 def batches(
-    images: Iterable[ImageSource], specs: Collection[Preprocessing], *, batch_size: int = BATCH_SIZE
+    images: Iterable[ImageSource],
+    specs: Collection[Preprocessing],
+    *,
+    batch_size: int = BATCH_SIZE,
+    on_unreadable: Callable[[int, UnreadableImage], None] | None = None,
 ) -> Iterator[Batch]:
     """Yield images in batches, in their order; threads decode at most one batch ahead.
 
+    With `on_unreadable`, images that cannot be decoded are left out: it is called with the position and the error of
+    each.
+
     Raises:
         ConfigError: `batch_size` is below 1.
-        UnreadableImage: an image cannot be decoded or resized.
+        UnreadableImage: an image cannot be decoded or resized, without `on_unreadable`.
     """
     if batch_size < 1:
         raise ConfigError(f"expected a batch_size from 1, got {batch_size}")
@@ -59,16 +66,25 @@ def batches(
         with open_image(image) as opened:
             return {spec: preprocess(opened, spec) for spec in specs}
 
-    ahead = iter(images)
-    waiting: deque[Future[dict[Preprocessing, NDArray[np.uint8]]]] = deque()
+    ahead = enumerate(images)
+    waiting: deque[tuple[int, Future[dict[Preprocessing, NDArray[np.uint8]]]]] = deque()
     with ThreadPoolExecutor(decoding_threads(), thread_name_prefix="decode") as pool:
         try:
             while True:
-                for image in itertools.islice(ahead, 2 * batch_size - len(waiting)):
-                    waiting.append(pool.submit(load, image))
+                for number, image in itertools.islice(ahead, 2 * batch_size - len(waiting)):
+                    waiting.append((number, pool.submit(load, image)))
                 if not waiting:
                     return
-                loaded = [waiting.popleft().result() for _ in range(min(batch_size, len(waiting)))]
-                yield {spec: np.stack([each[spec] for each in loaded]) for spec in specs}
+                loaded = []
+                for _ in range(min(batch_size, len(waiting))):
+                    number, future = waiting.popleft()
+                    try:
+                        loaded.append(future.result())
+                    except UnreadableImage as error:
+                        if on_unreadable is None:
+                            raise
+                        on_unreadable(number, error)
+                if loaded:
+                    yield {spec: np.stack([each[spec] for each in loaded]) for spec in specs}
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

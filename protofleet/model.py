@@ -1,11 +1,10 @@
 """Trained classifiers of images, run with ONNX Runtime."""
 
-import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +15,7 @@ from edge_client.predict.classifier import open_adjuster, predictions
 from edge_client.predict.head import Head, Result, joined
 from edge_client.runtime.onnx_model import open_model
 from edge_client.storage.device_state import DeviceState
-from protocol.errors import BackboneMismatch, ConfigError, GraphRefused, StateError
+from protocol.errors import BackboneMismatch, ConfigError, GraphRefused, ProtofleetError
 from protocol.models.onnx_metadata import ModelMetadata, read_metadata
 from protocol.models.preprocessing import Preprocessing
 from protocol.models.slots import Slot, describe
@@ -35,6 +34,8 @@ class Prediction:
 
     label: str
     """The most probable class."""
+    answer: str
+    """`unrecognized` for an image of no known class, `unsure` below the minimum probability, or the label."""
     probabilities: Mapping[str, float]
     """The probability of each class, in descending order."""
     head_version: int
@@ -75,10 +76,29 @@ class _Opened:
 
 
 class Model:
-    """A classifier of images: frozen backbones and a head. Make one with `Model.load` or `Model.installed`."""
+    """A classifier of images: frozen backbones and a head. Make one with `Model.load` or `Model.installed`.
 
-    def __init__(self, opened: Callable[[], _Opened]) -> None:
+    It is a context manager, which closes it.
+    """
+
+    def __init__(self, opened: Callable[[], _Opened], *, close: Callable[[], None] = lambda: None) -> None:
         self._opened = opened
+        self._close = close
+
+    def close(self) -> None:
+        """Free the memory of its graphs, and the state directory of an installed model; it cannot be used then."""
+
+        def closed() -> _Opened:
+            raise ProtofleetError("the model is closed: open it again")
+
+        self._opened = closed
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -173,11 +193,7 @@ class Model:
             GraphRefused: the head cannot be used.
         """
         folder = Path(state) if state is not None else default_state_folder(f"protofleet/{fleet}")
-        store = DeviceState(folder, read_only=True)  # raises where there is none, instead of creating one
-        with contextlib.suppress(
-            StateError
-        ):  # a disk that cannot be written, on which failures are not counted
-            store = DeviceState(folder)
+        store = DeviceState(folder, read_only=True)
         heads = HeadInUse(store, provider=provider, threads=threads)
 
         def opened() -> _Opened:
@@ -191,47 +207,62 @@ class Model:
                 lambda prior: found.adjuster if prior == "auto" else open_adjuster(store, found.head, prior),
             )
 
-        opened()
-        return cls(opened)
+        try:
+            opened()
+        except BaseException:
+            store.close()
+            raise
+        return cls(opened, close=store.close)
 
-    def predict(self, image: ImageSource, *, prior: Setting = "auto") -> Prediction:
+    def predict(
+        self, image: ImageSource, *, prior: Setting = "auto", min_probability: float = 0.0
+    ) -> Prediction:
         """Classify one image: a path, a Pillow image, or an array uint8 (H, W, 3).
 
-        `prior` is as for `predict_all`.
+        `prior` and `min_probability` are as for `predict_all`.
 
         Raises:
             UnreadableImage: it cannot be decoded.
-            ConfigError: there is no such prior, or the device has no labeled images.
+            ConfigError: there is no such prior or probability, or the device has no labeled images.
         """
-        return next(self.predict_all([image], prior=prior))
+        return next(self.predict_all([image], prior=prior, min_probability=min_probability))
 
     def predict_all(
-        self, images: Iterable[ImageSource], *, prior: Setting = "auto", batch_size: int = BATCH_SIZE
+        self,
+        images: Iterable[ImageSource],
+        *,
+        prior: Setting = "auto",
+        min_probability: float = 0.0,
+        batch_size: int = BATCH_SIZE,
     ) -> Iterator[Prediction]:
         """Yield a prediction for each image, in order; two batches of images are in memory at a time.
 
         Probabilities are adjusted to the classes of the place: with `labels` to those of the device's labeled images,
         with `images` to those of all these images, once they are read. `auto` chooses by the last 100 images of the
         model: the labeled images of an installed model as long as these are likelier, or else as estimated. With
-        `none`, they are the head's.
+        `none`, they are the head's. The `answer` is `unsure` where the most probable class is less probable than
+        `min_probability`.
 
         Raises:
             UnreadableImage: an image cannot be decoded.
-            ConfigError: there is no such prior, or the device has no labeled images.
+            ConfigError: there is no such prior or probability, or the device has no labeled images.
         """
+        if not 0 <= min_probability <= 1:
+            raise ConfigError(f"expected a min_probability from 0 to 1, got {min_probability}")
         if prior not in get_args(Setting):
             raise ConfigError(f"expected the prior auto, none, images or labels, got {prior!r}")
         model = self._opened()
         adjuster = model.adjuster(prior)
         parts = map(model.run, batches(images, model.specs, batch_size=batch_size))
         for part in [joined(list(parts))] if prior == "images" else parts:
-            for each in predictions(model.head, adjuster, part, top=len(model.head.classes)):
+            top = len(model.head.classes)
+            for each in predictions(model.head, adjuster, part, top=top, min_probability=min_probability):
                 yield Prediction(
-                    each.label, dict(each.top), **model.identity, known=each.known,
+                    each.label, each.answer, dict(each.top), **model.identity, known=each.known,
                     prior=each.prior.source, prior_shares=each.prior.shares, prior_reason=each.prior.reason,
                 )  # fmt: skip
 
-    def probabilities(
+    def predict_proba(
         self, images: Iterable[ImageSource], *, batch_size: int = BATCH_SIZE
     ) -> NDArray[np.float32]:
         """Return class probabilities, float32 (n, C), of n images, without a prior; each row adds up to 1.

@@ -13,9 +13,21 @@ from edge_client.data.outlier_filter import closest_features
 from edge_client.data.principal_prototypes import coefficients, principal_prototypes
 from edge_client.data.prototype_averaging import average
 from protocol.errors import ConfigError
-from protocol.wire.principal_prototypes import MAX_VALUES, MIN_BLOCK_IMAGES, MIN_GROUP_IMAGES
+from protocol.wire.principal_prototypes import (
+    MAX_VALUES,
+    MIN_BLOCK_IMAGES,
+    MIN_GROUP_IMAGES,
+    PrincipalPrototypes,
+)
 
-__all__ = ["Prototypes", "average_class", "batch_prototypes", "check_rows", "device_prototypes"]
+__all__ = [
+    "Prototypes",
+    "average_class",
+    "batch_prototypes",
+    "check_prototypes",
+    "check_rows",
+    "device_prototypes",
+]
 
 
 def batch_prototypes(
@@ -140,6 +152,14 @@ def check_rows(rows: NDArray[Any], numbers: NDArray[Any], *, name: str = "label"
             raise ConfigError(f"expected finite features, got {extreme}: omit these images")
 
 
+def check_prototypes(part: Prototypes) -> None:
+    """Raise ConfigError unless the arrays of a device's prototypes fit each other, and are finite."""
+    check_rows(part.values, part.labels)
+    check_rows(part.values, part.counts, name="count", least=1)
+    if part.block is not None:
+        _check_block(part.block, part.values.shape[1])
+
+
 def average_class(
     features: NDArray[np.float32],
     *,
@@ -166,3 +186,18 @@ def _dealt(
     kept = kept if batches else kept[:0]
     numbers = np.minimum(np.arange(len(kept)) // batch, batches - 1)
     return kept, numbers[np.argsort(rng.permutation(len(kept)))]
+
+
+def _check_block(block: PrincipalPrototypes, size: int) -> None:
+    """Raise ConfigError unless the arrays of a block of `size` values fit each other, and are finite."""
+    check_rows(block.means, block.labels)
+    check_rows(block.means, block.counts, name="count", least=1)
+    if not block.means.shape[1:] == block.rows.shape[1:] == block.diagonal.shape == (size,):
+        raise ConfigError(
+            f"expected a block of {size} values, got means {block.means.shape}, rows {block.rows.shape} and a "
+            f"diagonal {block.diagonal.shape}"
+        )
+    if not (
+        np.isfinite(block.rows).all() and (block.diagonal >= 0).all() and np.isfinite(block.diagonal).all()
+    ):
+        raise ConfigError("expected finite rows in a block, and a finite diagonal that is not negative")

@@ -24,9 +24,9 @@ from edge_client.data.outlier_filter import closest_features
 from edge_client.data.prototype_averaging import average
 from protocol.wire.codec import encode
 from protocol.wire.quantization import prototype_fields
-from protofleet.simulation.fedtc import submission_of
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition, share_out
+from protofleet.submissions import submission_of
 from research.privacy.leakage import Release, rounded, study
 from research.privacy.reconstruction import Form, Scene, attack, learn_decoder, set_scene
 

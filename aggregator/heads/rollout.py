@@ -10,20 +10,18 @@ from aggregator.coordination.canary_comparison import CanaryResult
 from aggregator.coordination.rollout_state import retained_heads, without_forgotten
 from aggregator.graphs.fused_model import fuse
 from aggregator.heads.operator_commands import with_heads
+from aggregator.notices import HeadActivated, HeadRejected
 from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
 from aggregator.storage.store import Store
 from aggregator.tasks.manifests import head_ref
 from aggregator.tasks.retention import served_blobs
 from aggregator.tasks.task_preparation import Task
 from protocol.errors import BackboneMismatch, BlobLost, StateError
-from protocol.log import event
+from protocol.log import event, notify
 from protocol.storage.blobstore import file_digest, state_errors, write_atomically
 from protocol.wire.messages import Evaluation, HeadManifest
 
 log = logging.getLogger(__name__)
-
-HEAD_ACTIVATED = "head activated"
-"""The event that the fleet is to use a head."""
 
 POLL_S = 0.5
 """Seconds between queries for commands and online devices."""
@@ -223,13 +221,15 @@ class Rollout:
         match action:
             case rollout_state.Activate(version=version, reason=reason):
                 path = self._store.folder / "head.onnx"
-                event(log, logging.INFO, HEAD_ACTIVATED, version=version, reason=reason or None, file=path)
+                event(log, logging.INFO, "head activated", version=version, reason=reason or None, file=path)
+                notify(HeadActivated(version=version, reason=reason))
             case rollout_state.OfferToCanaries(trial=trial):
                 devices = ",".join(trial.awaited[:10])
                 event(log, logging.INFO, "head offered to canaries", version=trial.version, devices=devices)
             case rollout_state.Reject(version=version, reason=reason):
                 current = self._state.current
                 event(log, logging.WARNING, "head rejected", version=version, current=current, reason=reason)
+                notify(HeadRejected(version=version, reason=reason))
             case rollout_state.RefuseCommand(reason=reason):
                 event(log, logging.WARNING, "operator's command refused", reason=reason)
 

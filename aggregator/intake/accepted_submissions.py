@@ -4,16 +4,15 @@ import logging
 from typing import Any
 
 from aggregator.coordination.round_state import Settings
+from aggregator.notices import SubmissionAccepted
 from aggregator.rates import DeviceEvents
 from aggregator.storage.background import WriteBatch
 from aggregator.storage.blobs import FolderBlobs
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
+from protocol.log import notify
 
 log = logging.getLogger(__name__)
-
-SUBMISSION_ACCEPTED = "submission accepted"
-"""The event that a device's submission is stored."""
 
 
 class AcceptedSubmissions:
@@ -60,13 +59,19 @@ class AcceptedSubmissions:
         self._clear()
         for record in records:
             counted: dict[str, Any] = {self._counted: record.prototypes}
+            of_round = record.entry.round if self._settings.rounds is not None else None
             self._device_log.event(
-                *(logging.INFO, SUBMISSION_ACCEPTED),
+                *(logging.INFO, "submission accepted"),
                 device=record.device,
-                round=record.entry.round if self._settings.rounds is not None else None,
+                round=of_round,
                 **counted,
                 images=record.images,
                 bytes=record.size_bytes,
+            )
+            notify(
+                SubmissionAccepted(
+                    device=record.device, round=of_round, images=record.images, size_bytes=record.size_bytes
+                )
             )
 
     def discard(self) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.novelty import class_directions
+from aggregator.algorithms.novelty import ClassDirections, class_directions
 from aggregator.algorithms.statistics.moments import WHOLE, Moments, add, class_means, factors, no_rows
-from aggregator.algorithms.statistics.ridge import solve
+from aggregator.algorithms.statistics.ridge import Ridge, solve
 from aggregator.graphs.head_export import map_to_onnx
 from aggregator.intake.validation import Expectation, Refused, check_statistics
 from aggregator.training.head_job import few_prototypes, write_checked
@@ -65,11 +65,9 @@ def run(job: StatisticsJob, workspace: Workspace) -> Result:
     if manifest.statistics is None or manifest.statistics.map.digest != digest_of(graph):
         raise ProtofleetError("expected the task's map, got another one: restart the aggregator")
     started_s = time.perf_counter()
-    sums = added(job, workspace, expectation)
-    total, counted = weighted(job, workspace, expectation, sums)
-    workspace.report({"prototypes": total.rows})
+    solved = solve_sums(job, workspace, expectation)
+    ridge, sums, total = solved.ridge, solved.sums, solved.total
     images = {device: each for device, each in sums.images.items() if device not in sums.quarantined}
-    ridge = solve(total, common=common_classes(counted))
     figures = {
         "loss": ridge.error,
         "strength": ridge.strength,
@@ -78,9 +76,6 @@ def run(job: StatisticsJob, workspace: Workspace) -> Result:
     }
     seconds = time.perf_counter() - started_s
     random = np.random.default_rng(0).exponential(size=(256, job.feature_size)).astype(np.float32)
-    directions = None
-    if job.has_novelty:
-        directions = class_directions(class_means(total)[total.class_counts > 0, : feature_map.selected])
     metrics = write_checked(
         job,
         workspace,
@@ -89,7 +84,7 @@ def run(job: StatisticsJob, workspace: Workspace) -> Result:
         figures,
         features=random,
         feature_map=feature_map,
-        directions=directions,
+        directions=solved.directions if job.has_novelty else None,
     )
     rows = [each for device, each in sums.rows.items() if device not in sums.quarantined]
     invalid = {device: f"its submission is refused: {error.detail}" for device, error in sums.refused.items()}
@@ -99,8 +94,39 @@ def run(job: StatisticsJob, workspace: Workspace) -> Result:
         quarantined={**invalid, **sums.quarantined},
         warning="; ".join(sums.warnings[:SHOWN_WARNINGS]),
         few_prototypes=few_prototypes(np.sum(rows, axis=0), manifest),
-        counting=counting(images, manifest.classes, multiple=job.robust.max_multiple, of_classes=counted),
+        counting=counting(
+            images, manifest.classes, multiple=job.robust.max_multiple, of_classes=solved.counted
+        ),
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Solved:
+    """A head of sums, and what it was made of.
+
+    Attributes:
+        ridge: the head of a map's rows.
+        directions: of the classes, without random features.
+        sums: of all devices.
+        total: what counts of them.
+        counted: the images that count in each device's sum of each class (K, C).
+    """
+
+    ridge: Ridge
+    directions: ClassDirections
+    sums: Sums
+    total: Moments
+    counted: NDArray[np.float64]
+
+
+def solve_sums(job: StatisticsJob, workspace: Workspace, expectation: Expectation) -> Solved:
+    """Return the head of the job's submissions; raises ProtofleetError if they give none."""
+    sums = added(job, workspace, expectation)
+    total, counted = weighted(job, workspace, expectation, sums)
+    workspace.report({"prototypes": total.rows})
+    ridge = solve(total, common=common_classes(counted))
+    means = class_means(total)[total.class_counts > 0, : job.feature_map.selected]
+    return Solved(ridge=ridge, directions=class_directions(means), sums=sums, total=total, counted=counted)
 
 
 def added(job: StatisticsJob, workspace: Workspace, expectation: Expectation) -> Sums:

@@ -9,6 +9,7 @@ with the Wilson-Hilferty approximation of their tail (Proceedings of the Nationa
 import logging
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,8 @@ from numpy.typing import NDArray
 
 from edge_client.data.extraction import ISOLATED
 from edge_client.predict.head import Head
-from edge_client.storage.device_state import DeviceState
+from edge_client.storage.app_files import Drift, write_value
 from edge_client.storage.feature_cache import FeatureCache
-from edge_client.storage.stored_values import Drift
 from protocol.errors import ProtofleetError, StateError
 from protocol.log import event
 from protocol.threads import start_thread
@@ -43,7 +43,7 @@ class DriftMonitor:
     A comparison takes seconds: it runs on a thread of its own, and no prediction waits for it.
 
     Args:
-        store: the device's state, with its feature cache.
+        state: the device's state folder, with its feature cache.
         head: finds the classes.
         backbones: digests of the head's backbones.
         clock: monotonic, seconds.
@@ -51,12 +51,12 @@ class DriftMonitor:
 
     def __init__(
         self,
-        store: DeviceState,
+        state: Path,
         head: Head,
         backbones: tuple[str, ...],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._head, self._backbones, self._clock = store, head, backbones, clock
+        self._state, self._head, self._backbones, self._clock = state, head, backbones, clock
         self._window: list[NDArray[np.float32]] = []
         self._next_s = clock()
         self._is_reported = False
@@ -77,10 +77,11 @@ class DriftMonitor:
 
     def _compare(self, window: NDArray[np.float32]) -> None:
         try:
-            labeled = _labeled(self._store.folder / "features.sqlite", self._backbones)
+            labeled = _labeled(self._state / "features.sqlite", self._backbones)
             score = drift_score(labeled, self._classes(labeled), window, self._classes(window))
             if score is not None:
-                self._store.set(Drift(score=round(score, 2), images=WINDOW, tested_s=time.time()))
+                found = Drift(score=round(score, 2), images=WINDOW, tested_s=time.time())
+                write_value(self._state, found)
         except ProtofleetError as error:
             level = logging.DEBUG if self._is_reported else logging.WARNING
             event(log, level, "drift not tested", reason=str(error))
@@ -161,16 +162,13 @@ def _labeled(cache: Path, backbones: tuple[str, ...]) -> NDArray[np.float32]:
     Raises:
         StateError: none is stored.
     """
-    features = FeatureCache(cache, read_only=True)
-    try:
+    with closing(FeatureCache(cache, read_only=True)) as features:
         keys = backbones
         if not (known := sorted(features.known(*keys))):
             keys = tuple(each + ISOLATED for each in backbones)
             known = sorted(features.known(*keys))
         chosen = np.random.default_rng(0).permutation(len(known))[:MOST_LABELED]
-        parts = list(features.chunks([known[place] for place in chosen], *keys))
-    finally:
-        features.close()
-    if not parts:
+        found = [*features.stored_features([known[place] for place in chosen], *keys).values()]
+    if not found:
         raise StateError("no features of labeled images are stored")
-    return np.concatenate(parts)
+    return np.stack(found)

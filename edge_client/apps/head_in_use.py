@@ -3,12 +3,9 @@
 import logging
 import threading
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-from PIL import Image
 
 from edge_client.apps.drift import DriftMonitor
 from edge_client.predict.classifier import Classifier, open_classifier
@@ -28,9 +25,9 @@ RETRY_S = 30.0
 class HeadInUse:
     """The head in use, from any thread.
 
-    A head is tried on a black image when it is opened. This counts as a use of it, as in `edge-client predict`: after
-    three failures in a row the device returns to the head before. Later predictions do not count, since images from
-    outside must not bring a head back. The prior of each head's images begins without any.
+    A backbone that the next head needs, too, stays open. A head is tried on a black image when it is opened, and no
+    later failure counts, since images from outside must not bring a head back. The prior of each head's images begins
+    without any.
     """
 
     def __init__(self, store: DeviceState, **options: Any) -> None:
@@ -64,17 +61,15 @@ class HeadInUse:
 
     def _renew(self) -> None:
         try:
-            opened = self._open()
-            with opened.run_head():
-                opened.run(Image.new("RGB", (64, 64)))
+            opened = self._open(opened=self._opened.backbones if self._opened else ())
         except ProtofleetError as error:
             self._problem = error
             event(log, logging.ERROR, "head not used", reason=str(error))
             return
-        monitor = DriftMonitor(self._store, opened.head, tuple(each.sha256 for each in opened.backbones))
-        self._opened = replace(
-            opened, run_head=nullcontext, run_backbones=nullcontext, observe=monitor.observe
+        monitor = DriftMonitor(
+            self._store.folder, opened.head, tuple(each.sha256 for each in opened.backbones)
         )
+        self._opened = replace(opened, observe=monitor.observe)
         for note in opened.notes:
             event(log, logging.WARNING, note)
         used = opened.installed

@@ -77,17 +77,6 @@ def open_state(state: Path | None, fleet: str, **options: Any) -> "DeviceState":
     return DeviceState(state or default_state_folder(f"protofleet/{fleet}"), **options)
 
 
-def open_state_to_predict(state: Path | None, fleet: str) -> "DeviceState":
-    """Open an existing state directory; one on a disk that cannot be written, in which no failures are counted, too."""
-    from protocol.errors import StateError
-
-    store = open_state(state, fleet, read_only=True)
-    try:
-        return open_state(state, fleet)
-    except StateError:
-        return store
-
-
 def as_json_text(value: dict[str, Any], *, indent: int | None = None) -> str:
     """Return JSON, with null for NaN and infinity, which it lacks."""
     plain_values = json.loads(json.dumps(value, default=bytes.hex), parse_constant=lambda _: None)

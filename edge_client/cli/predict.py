@@ -13,7 +13,7 @@ from edge_client.cli.options import (
     as_json_text,
     fleet_option,
     loading_modules,
-    open_state_to_predict,
+    open_state,
     prior_option,
     provider_option,
     state_option,
@@ -77,7 +77,7 @@ def predict_command(  # noqa: PLR0913 - every option of the command line
     with loading_modules():
         from edge_client.cli.image_arguments import named_images
         from edge_client.data.class_prior import MAX_VALUES
-        from edge_client.data.extraction import Refusal
+        from edge_client.data.extraction import Refusal, first_readable
         from edge_client.predict.classifier import open_classifier
         from edge_client.progress_bar import Progress
         from edge_client.runtime.session import require_runtime
@@ -85,7 +85,7 @@ def predict_command(  # noqa: PLR0913 - every option of the command line
         require_runtime()
     output = printer(as_json=as_json, as_csv=as_csv)
     paths = named_images(images)
-    store = open_state_to_predict(state, fleet)
+    store = open_state(state, fleet, read_only=True)
     classifier = open_classifier(
         store,
         provider=provider,
@@ -93,6 +93,7 @@ def predict_command(  # noqa: PLR0913 - every option of the command line
         prior=prior,
         images=len(paths),
         min_probability=min_probability,
+        sample=first_readable(paths),
     )
     for note in classifier.notes:
         say(note, err=True)

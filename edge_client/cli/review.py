@@ -15,7 +15,7 @@ from edge_client.cli.options import (
     as_json_text,
     fleet_option,
     loading_modules,
-    open_state_to_predict,
+    open_state,
     provider_option,
     state_option,
     threads_option,
@@ -74,10 +74,11 @@ def review_command(  # noqa: PLR0913 - every option of the command line
         from edge_client.predict.classifier import open_classifier
         from edge_client.progress_bar import Progress
         from edge_client.runtime.session import require_runtime
-        from edge_client.storage.stored_values import Holdout, Kept
+        from edge_client.storage.app_files import Kept, read_value, write_value
+        from edge_client.storage.stored_values import Holdout
 
         require_runtime()
-    store = open_state_to_predict(state, fleet)
+    store = open_state(state, fleet, read_only=True)
     classifier = open_classifier(store, provider=provider, threads=threads, images=2)
     for note in classifier.notes:
         say(note, err=True)
@@ -103,7 +104,7 @@ def review_command(  # noqa: PLR0913 - every option of the command line
             images,
             holdout=store.get(Holdout).fraction,
             grouped=groups.number_of.keys(),
-            kept=frozenset() if everything else frozenset(store.get(Kept).images),
+            kept=frozenset() if everything else frozenset(read_value(store.folder, Kept).images),
             cache=store.folder / "features.sqlite",
             limit=limit,
             on_progress=lambda done: progress.update(done, len(images)),
@@ -118,7 +119,7 @@ def review_command(  # noqa: PLR0913 - every option of the command line
     if folders is not None:
 
         def keep(image: "LabeledImage") -> None:
-            store.set(store.get(Kept) + image.identity)
+            write_value(store.folder, read_value(store.folder, Kept) + image.identity)
 
         serve(found, folders, keep, classes=classes, has_others=unlabeled is not None, port=port)
 

@@ -9,7 +9,7 @@ import click
 from edge_client.cli.options import (
     fleet_option,
     loading_modules,
-    open_state_to_predict,
+    open_state,
     prior_option,
     provider_option,
     state_option,
@@ -80,7 +80,7 @@ def serve_command(  # noqa: PLR0913 - every option of the command line
     logging.getLogger("py.warnings").setLevel(logging.CRITICAL)  # Pillow's repeat the reason of a refusal
     token = given_token(http_token_file, variable="PROTOFLEET_HTTP_TOKEN")
     options = parse_options(http, token=token or None, max_image_bytes=max_image_mb * _MIB)
-    store = open_state_to_predict(state, fleet)
+    store = open_state(state, fleet, read_only=True)
     heads = HeadInUse(store, provider=provider, threads=threads, prior=prior, min_probability=min_probability)
     with PredictionServer(options, heads) as server:
         stop_on_terminate()

@@ -1,6 +1,5 @@
 """`edge-client status`, `take-over` and `make-key`: a device's state and key, read and changed by its operator."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,47 +133,15 @@ def make_key_command(*, file: Path) -> None:
 def take_over_command(*, fleet: str, state: Path | None) -> None:
     """Continue with this state, although another program with the device's key was started later."""
     open_state(state, fleet, read_only=True)  # raises where there is none, instead of creating one
-    say(open_state(state, fleet).take_over())
+    say(open_state(state, fleet, lock=True).take_over())
 
 
 def device_status(store: "DeviceState") -> dict[str, Any]:
     """Return what `status` shows, as JSON has it."""
-    from edge_client.storage import stored_values as stored
-    from edge_client.storage.device_state import KEY_FILE
-    from protocol.storage.keyfile import read_key
-    from protocol.wire.presence import Duplicate
-    from protocol.wire.signing import public_key
+    from edge_client.storage.device_status import read_status
 
-    key = store.folder / KEY_FILE
-    submission, task = store.outbox.newest_submission(), store.get(stored.CurrentTask).digest
-    report, spent = store.get(stored.SubmissionReport), store.get(stored.PrivacySpent)
-    left_out, extraction = store.get(stored.LeftOut), store.get(stored.ExtractionProgress)
-    drift = store.get(stored.Drift)
-    build_problem, head_problem = store.get(stored.BuildProblem).text, store.get(stored.HeadProblem).text
-    problems = {**store.get(stored.Problems).texts, "build": build_problem, "head": head_problem}
-    return {
-        "device_id": store.get(stored.DeviceName).value or None,
-        "running": store.is_locked(),
-        "task": task.hex() or None,
-        "key": public_key(read_key(key)).hex() if key.exists() else None,
-        "runtime": store.get(stored.BackboneProvider).name or None,
-        "report": msgspec.to_builtins(report) if report.size_bytes else None,
-        "extraction": {**msgspec.to_builtins(extraction), "left_s": extraction.left_s}
-        if extraction.total
-        else None,
-        "unknown_classes": list(left_out.unknown),
-        "skipped_files": dict(left_out.skipped),
-        "unusable_images": [list(each) for each in left_out.unusable],
-        "privacy": msgspec.to_builtins(spent) if spent.releases else None,
-        "drift": msgspec.to_builtins(drift) if drift.newest(now_s=time.time()) is not None else None,
-        "duplicate": store.get(Duplicate).summary,
-        "warning": "; ".join(filter(None, [report.lost_images, report.warning])),
-        "problem": next(filter(None, map(problems.get, stored.PROBLEMS)), ""),
-        "submission": submission.digest.hex() if submission else None,
-        "received": submission is not None and submission.received,
-        "outdated": submission is not None
-        and submission.received
-        and submission.task == task
-        and bool(build_problem),
-        "head": msgspec.to_builtins(store.get(stored.Heads).installed, builtin_types=(bytes,)),
-    }
+    status = read_status(store)
+    summary: dict[str, Any] = msgspec.to_builtins(status, builtin_types=(bytes,))
+    if status.extraction is not None:
+        summary["extraction"]["left_s"] = status.extraction.left_s
+    return summary

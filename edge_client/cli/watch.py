@@ -13,7 +13,7 @@ from edge_client.cli.options import (
     FOLDER,
     fleet_option,
     loading_modules,
-    open_state_to_predict,
+    open_state,
     prior_option,
     provider_option,
     state_option,
@@ -127,7 +127,7 @@ def watch_command(  # noqa: PLR0913 - every option of the command line
             "--sensor, --username and the other options of a broker belong to --publish: give --publish HOST"
         )
     output = printer(as_json=as_json, as_csv=as_csv)
-    store = open_state_to_predict(state, fleet)
+    store = open_state(state, fleet, read_only=True)
     opened = None
     if publish is not None:
         from edge_client.apps.watch.home_assistant import Sensor

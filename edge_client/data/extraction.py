@@ -10,7 +10,7 @@ import logging
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from edge_client.data.decoding import decoded, decoding_threads, has_other_pixels, pixel_digest
+from edge_client.data.decoding import decode, decoded, decoding_threads, has_other_pixels, pixel_digest
 from edge_client.data.decoding_memory import limit_bytes
 from edge_client.data.images import LabeledImage
 from edge_client.runtime.backbone import Backbone
@@ -89,7 +89,7 @@ def extract(  # noqa: PLR0913 - features depend on eight things
     batch_size: int,
     on_progress: Callable[[int, int], None],
     should_stop: Callable[[], bool],
-    culprits: Culprits,
+    culprits: Culprits | None = None,
     alter: tuple[str, Alter] | None = None,
     isolate: Isolate | None = None,
 ) -> Extraction:
@@ -98,8 +98,8 @@ def extract(  # noqa: PLR0913 - features depend on eight things
     Before an image's feature, its `pixel_digest` is stored, unless the cache has one of the file already.
 
     An unusable image is not tried again until its file changes, unless the cause can pass by itself. An image that is
-    unusable for one backbone is skipped for those after it. `culprits` are told which images are decoded, and when features
-    are on disk; images at which jobs ended are tried again with more memory only.
+    unusable for one backbone is skipped for those after it. `culprits` are told which images are decoded, and when
+    features are on disk; images at which jobs ended are tried again with more memory only.
 
     `open_backbone` is called with a backbone's digest only if there is something to compute, and `should_stop` before
     every run. `on_progress(cached, computed)` is called for each backbone with the images that need no computation,
@@ -113,6 +113,7 @@ def extract(  # noqa: PLR0913 - features depend on eight things
         StateError: the features cannot be stored; DiskAlmostFull if there is too little space for all of them.
         ProtofleetError: the backbone fails, without `isolate`.
     """
+    culprits = culprits or Culprits()
     _forget_changed(images, cache, should_stop)
     tag, change = alter or (ISOLATED if isolate else "", None)
     refused, known, digests = _crashed(images, culprits), cache.contents(), _Digests()
@@ -257,14 +258,12 @@ def feature_batches(
     alter: Alter | None = None,
     isolated: bool = False,
     digests: _Digests | None = None,
-    run_backbones: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[list[Outcome]]:
     """Yield features batch by batch, in the order of the images, decoding at most two batches ahead.
 
     Each image is decoded once, and its features from all backbones are concatenated. With `isolated`, backbones run on
     one image at a time, and where one fails, the image has no feature. `digests` gets each image's `pixel_digest` as it
-    is decoded. Backbones run within the context of
-    `run_backbones`, in which no image is decoded, not even ahead: a crash at an image is not counted as theirs.
+    is decoded.
 
     Raises:
         Interrupted: `should_stop`, called before every run, returned true.
@@ -290,13 +289,19 @@ def feature_batches(
                     raise Interrupted("extraction was interrupted; what was computed is stored")
                 batch = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
                 loaded = [(image, loading.result()) for image, loading in batch]
-                if run_backbones is not nullcontext:
-                    wait(loading for _, loading in waiting)
-                with run_backbones():
-                    outcomes = compute(backbones, loaded)
-                yield outcomes
+                yield compute(backbones, loaded)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def first_readable(paths: Iterable[Path]) -> Image.Image | None:
+    """Return the first image that can be decoded; None if there is none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="PIL")
+        for path in paths:
+            with contextlib.suppress(UnreadableImage):
+                return decode(path)
+    return None
 
 
 def feature_of(image: Image.Image | bytes, backbones: Sequence[Backbone]) -> NDArray[np.float32] | Refusal:

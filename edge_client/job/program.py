@@ -207,7 +207,7 @@ class _Program:
         )
 
     def _open(self, state: JobState, folder: Path, job: Job, manifest: TaskManifest) -> Workspace:
-        """Return the workspace, with the cache and the backbones of the job before this one."""
+        """Return the workspace, with the cache and the open backbones of the job before this one."""
         settings = _settings(job.settings, dry_run=job.is_dry_run)
         before = self._workspace
         is_bound = is_bounded(manifest, max_epsilon=settings.max_epsilon)
@@ -226,10 +226,9 @@ class _Program:
             ),
             show_progress=self._service.send,
             isolate=self._isolate,
+            open_backbones={} if before is None else before.open_backbones,
         )
         workspace.charge = lambda charge: _granted(workspace, self._service.charge(charge))
-        if before is not None:
-            workspace.take_over(before)
         self._workspace = workspace
         return workspace
 

@@ -1,9 +1,8 @@
 """A head with its backbones and its prior: from images to classes or "unrecognized", offline."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,7 @@ from edge_client.storage.stored_values import InstalledHead, SubmissionReport
 from protocol.answers import UNRECOGNIZED, UNSURE
 from protocol.errors import BlobLost, ConfigError, StateError, UnreadableImage
 
-Guard = Callable[[], AbstractContextManager[None]]
-"""A context in which a part of a model runs; it counts the program's crashes there."""
+BLACK = Image.new("RGB", (64, 64))
 
 
 @dataclass(frozen=True)
@@ -70,8 +68,6 @@ class Classifier:
     head: Head
     adjuster: Adjuster
     min_probability: float = 0.0
-    run_head: Guard = nullcontext
-    run_backbones: Guard = nullcontext
     observe: Callable[[NDArray[np.float32]], None] = lambda _: None
     """Called with the feature, (L,), of each image."""
 
@@ -141,20 +137,10 @@ class Classifier:
 
         `digests` gets each image's `pixel_digest`.
         """
-        for batch in feature_batches(
-            images,
-            self.backbones,
-            batch_size=batch_size,
-            digests=digests,
-            run_backbones=self.run_backbones,
-        ):
-            has_feature = any(not isinstance(feature, Refusal) for _, feature in batch)
-            with self.run_head() if has_feature else nullcontext():
-                results = [
-                    (image, each if isinstance(each, Refusal) else self._run_head(each))
-                    for image, each in batch
-                ]
-            yield results
+        for batch in feature_batches(images, self.backbones, batch_size=batch_size, digests=digests):
+            yield [
+                (image, each if isinstance(each, Refusal) else self._run_head(each)) for image, each in batch
+            ]
 
     def _with_paths(
         self, found: Sequence[tuple[Path, Result | Refusal]], top: int
@@ -197,36 +183,51 @@ def open_classifier(
     prior: Setting = "auto",
     images: int = 1,
     min_probability: float = 0.0,
+    opened: Sequence[Backbone] = (),
+    sample: Image.Image | None = BLACK,
 ) -> Classifier:
-    """Open the head in use and its backbones; the previous head if the one in use has failed too often in a row.
+    """Open the head in use and its backbones, and try them on an image, unless `sample` is None.
 
-    A crash of the program while it predicts counts as a failure of what runs then. With more than one image, batches
-    run in parallel. For `prior`, see `open_adjuster`.
+    A trial that fails or crashes the program counts: after MAX_FAILURES in a row, the previous head is in use. A
+    failure of the backbones counts only if the previous head has others: otherwise going back would not help, and the
+    memory that they lack may be there later.
+
+    Of the backbones in `opened`, which have the same provider and threads, none is opened again. With more than one
+    image, batches run in parallel. For `prior`, see `open_adjuster`.
 
     Raises:
         ConfigError: there is no head, or no such prior.
         StateError: a file was damaged on disk.
-        GraphRefused: the head cannot be used.
+        ProtofleetError: the head or a backbone cannot be used.
     """
-    installed = store.heads_in_use().installed
-    if installed is None:
+    heads = store.heads_in_use()
+    if (installed := heads.installed) is None:
         text = f"no head in {store.folder}: run `edge-client --broker HOST` until one is installed"
         raise ConfigError(text)
-    run_backbones = partial(store.run_backbones, installed)
+    has_other_backbones = heads.previous is not None and heads.previous.backbones != installed.backbones
+    trial = nullcontext() if sample is None else store.head_trials.count(installed.key)
+    open_by_digest = {each.sha256: each for each in opened}
     try:
-        files = [(digest, store.blobs.verified_path(digest)) for digest in installed.backbones]
-        with run_backbones():
+        with trial if has_other_backbones else nullcontext():
             backbones = [
-                open_backbone(path, provider=provider, threads=threads, concurrent=images > 1, digest=digest)
-                for digest, path in files
+                open_by_digest.get(digest.hex())
+                or open_backbone(
+                    store.blobs.verified_path(digest),
+                    provider=provider,
+                    threads=threads,
+                    concurrent=images > 1,
+                    digest=digest,
+                )
+                for digest in installed.backbones
             ]
-        with store.run_head(installed, is_part=True):
-            head = open_installed(store.blobs, installed, backbones)
+            feature = None if sample is None else feature_of(sample, backbones)
+            with nullcontext() if has_other_backbones else trial:
+                head = open_installed(store.blobs, installed, backbones)
+                if isinstance(feature, np.ndarray):
+                    head.run(feature[None])
     except BlobLost as error:
         raise StateError(f"{error}: a running edge-client downloads it again") from error
-    adjuster = open_adjuster(store, head, prior)
-    run_head = partial(store.run_head, installed)
-    return Classifier(installed, backbones, head, adjuster, min_probability, run_head, run_backbones)
+    return Classifier(installed, backbones, head, open_adjuster(store, head, prior), min_probability)
 
 
 def open_adjuster(store: DeviceState, head: Head, setting: Setting) -> Adjuster:

@@ -12,11 +12,13 @@ from edge_client.agent import events, state_machine
 from edge_client.agent.state import Mode, State, UploadItem
 from edge_client.config import Settings
 from edge_client.privacy.policy import may_upload
+from edge_client.service import notices
 from edge_client.service.blob_downloads import BlobDownloads, import_backbones
 from edge_client.service.duplicates import TAKE_OVER, OwnTopic
 from edge_client.service.inbox import Inbox, Message
 from edge_client.service.jobs import FromChild, JobEvent, Jobs, Scanned, ShowDryRun
 from edge_client.service.publisher import Publisher
+from edge_client.storage.app_files import Drift, read_value
 from edge_client.storage.culprits import MAX_DEATHS, task_key
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.disk_space import DiskAlmostFull, free_bytes
@@ -24,7 +26,6 @@ from edge_client.storage.stored_values import (
     BuildProblem,
     CurrentRound,
     CurrentTask,
-    Drift,
     EvaluatedHead,
     Heads,
     Holdout,
@@ -33,6 +34,7 @@ from edge_client.storage.stored_values import (
 from protocol.cli import plain
 from protocol.errors import BackboneMismatch, ConfigError, MalformedMessage, ProtofleetError, StateError
 from protocol.log import event as log_event
+from protocol.log import notify
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.own_presence import require_not_replaced
 from protocol.service_manager import ServiceManager
@@ -56,9 +58,6 @@ TICK_S = 0.5
 
 MAX_TICK_S = 10.0
 """Seconds after which the device looks at its images and files although messages arrive all the time."""
-
-SUBMISSION_RECEIVED = "submission received by the aggregator"
-"""The event that the aggregator has acknowledged a submission."""
 
 _LOGGED = {"task": logging.ERROR, "manifest": logging.ERROR, "link": logging.WARNING}
 """Problems that no action of the agent logs, with their levels."""
@@ -88,7 +87,7 @@ class Device:
         self._state = stored_state(settings, store)
         self._exit: events.Exit | None = None
         self._info_is_due = False
-        self._drift = store.get(Drift).newest(now_s=time.time())
+        self._drift = read_value(store.folder, Drift).newest(now_s=time.time())
         self._reported: tuple[Mapping[str, str], Mapping[str, int], str] = ({}, {}, "")
         self._next_scan_s = 0.0
         self._ticked_s = math.inf
@@ -123,7 +122,10 @@ class Device:
     def info(self) -> DeviceInfo:
         """Return what the device publishes of itself."""
         return self._publisher.info(
-            self._state, warning=self._own_topic.warning, refused=dict(self._inbox.refused)
+            self._state,
+            warning=self._own_topic.warning,
+            drift=self._drift,
+            refused=dict(self._inbox.refused),
         )
 
     def _next_event(self) -> Incoming:
@@ -149,16 +151,16 @@ class Device:
         return events.SpaceFreed(freed) if freed else events.Ticked()
 
     def _check_stored(self) -> None:
-        """Download again what was deleted from disk, and leave a head that fails in `edge-client predict`."""
+        """Download again what was deleted from disk, and take over what the programs beside the service have stored."""
         state = self._state
         if missing := state.stored.difference(self._store.blobs.digests()):
             self._step(events.BlobsMissing(missing))
         if self._is_dry_run or state.installing is not None or state.installed is None:
             return
-        drift = self._store.get(Drift).newest(now_s=time.time())
+        drift = read_value(self._store.folder, Drift).newest(now_s=time.time())
         self._info_is_due |= drift != self._drift
         self._drift = drift
-        head = self._store.heads_in_use().installed
+        head = self._store.leave_failed_heads().installed
         if (key := head.key if head else None) != state.installed:
             self._step(events.HeadReturned(key))
             self._info_is_due = True
@@ -189,6 +191,7 @@ class Device:
             case mqtt.Connected(address=ip, broker=broker):
                 device = self._settings.device_id
                 log_event(log, logging.INFO, "connected to the broker", broker=broker, device=device)
+                notify(notices.BrokerConnected(broker=str(broker)))
                 self._publisher.presence.connected(ip)
                 self._publisher.send_presence()
                 self._info_is_due = True
@@ -198,6 +201,7 @@ class Device:
             case mqtt.Disconnected(reason=reason, retry_s=retry_s, repeated=repeated, broker=broker):
                 level = logging.DEBUG if repeated else logging.WARNING
                 log_event(log, level, reason, broker=broker, retry_s=retry_s)
+                notify(notices.BrokerDisconnected(broker=str(broker), reason=reason, retry_s=retry_s))
                 self._step(event)
             case mqtt.Unsendable(topic=topic, reason=reason, repeated=repeated) if (
                 topic != self._publisher.topic("up")
@@ -207,13 +211,16 @@ class Device:
             case events.SubmissionBuilt(reason=reason):
                 if not self._is_dry_run:
                     self._store.set(BuildProblem(reason))
+                if reason:
+                    notify(notices.ProblemReported(kind="build", text=reason))
                 self._info_is_due = True
                 self._step(event)
             case events.BlobsMissing() if self._settings.broker is None:
                 raise StateError(
                     "a blob was missing or damaged on disk: pass --broker HOST[:PORT] to download it"
                 )
-            case events.HeadInstalled():
+            case events.HeadInstalled(reason=reason):
+                self._notify_head(reason)
                 self._step(event)
                 self._delete_unused()
                 self._info_is_due = True
@@ -229,6 +236,8 @@ class Device:
         if problems != before[0] and not self._is_dry_run:
             self._store.set(Problems(problems))
         for kind, text in problems.items():
+            if text != before[0].get(kind):
+                notify(notices.ProblemReported(kind=kind, text=text))
             if kind in _LOGGED and text != before[0].get(kind):
                 clock = time.strftime("%Y-%m-%d") if kind == "manifest" else None
                 log_event(log, _LOGGED[kind], text, clock=clock)
@@ -236,6 +245,16 @@ class Device:
             self._info_is_due = False
             if not self._is_dry_run:
                 self._publisher.send_info(self.info())
+
+    def _notify_head(self, problem: str) -> None:
+        if problem:
+            notify(notices.ProblemReported(kind="head", text=problem))
+        elif (head := self._store.get(Heads).installed) is not None:
+            notify(
+                notices.HeadInstalled(
+                    version=head.version, round=head.round, correct=head.correct, images=head.total
+                )
+            )
 
     def _check_expiry(self) -> None:
         """Note which manifests have expired, before anything follows from them."""
@@ -299,6 +318,11 @@ class Device:
             algorithm=manifest.algorithm,
             classes=len(manifest.classes),
             backbones=",".join(blob.name for blob in manifest.backbones),
+        )
+        notify(
+            notices.TaskReceived(
+                task=seen.digest.hex(), algorithm=manifest.algorithm, classes=manifest.classes
+            )
         )
         if not self._is_dry_run and not seen.recalled:
             self._store.set(CurrentTask(self._store.blobs.put(seen.payload)))
@@ -388,7 +412,8 @@ class Device:
         head = self._store.get(Heads).installed
         facts = (EvaluatedHead(head.key),) if head is not None and head.key == item.head else ()
         if self._store.outbox.receive(item.digest, facts=facts) and item.kind == "submission":
-            log_event(log, logging.INFO, SUBMISSION_RECEIVED, digest=item.digest)
+            log_event(log, logging.INFO, "submission received by the aggregator", digest=item.digest)
+            notify(notices.SubmissionReceived(submission=item.digest.hex()))
 
     def _delete_unused(self) -> None:
         if not self._is_dry_run:
@@ -398,6 +423,7 @@ class Device:
 def stored_state(settings: Settings, store: DeviceState) -> State:
     """Return the state at the start; a head without an evaluation is installed again."""
     if settings.mode is not Mode.DRY_RUN:
+        store.leave_failed_heads()
         store.outbox.drop_damaged()
         if settings.max_epsilon is not None:
             _drop_forbidden(store, settings.max_epsilon, second_operator=settings.second_operator)

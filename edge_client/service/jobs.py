@@ -57,7 +57,6 @@ from edge_client.storage.job_folder import (
 )
 from edge_client.storage.stored_values import (
     HeadProblem,
-    Heads,
     LeftOut,
     StoredInitialModel,
     StoredLocalModel,
@@ -99,7 +98,6 @@ _READ = (
     LeftOut,
     StoredLocalModel,
     StoredInitialModel,
-    Heads,
     HeadProblem,
 )
 """Facts that jobs read."""
@@ -365,7 +363,8 @@ class Jobs:
     def _job(self, wanted: Wanted) -> Job:
         store, settings, action = self._store, self._settings, wanted.action
         above = action.above if isinstance(action, events.BuildSubmission) else 0
-        facts = {kind.__name__: msgspec.Raw(msgspec.json.encode(store.get(kind))) for kind in _READ}
+        given = (*map(store.get, _READ), store.heads_in_use())
+        facts = {type(fact).__name__: msgspec.Raw(msgspec.json.encode(fact)) for fact in given}
         common = Job(
             kind=wanted.name,
             version=__version__,

@@ -1,6 +1,5 @@
 """Publishes the device's messages over its MQTT session."""
 
-import time
 from collections.abc import Callable, Mapping
 
 from msgspec import UNSET
@@ -13,7 +12,6 @@ from edge_client.privacy import policy
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import (
     BackboneProvider,
-    Drift,
     Epoch,
     Heads,
     SubmissionReport,
@@ -100,7 +98,9 @@ class Publisher:
         """Publish what the device runs and has, and what it reports."""
         self.send(self._outgoing("info", info))
 
-    def info(self, state: State, *, warning: str, refused: Mapping[str, int]) -> DeviceInfo:
+    def info(
+        self, state: State, *, warning: str, drift: float | None, refused: Mapping[str, int]
+    ) -> DeviceInfo:
         """Return the device's info; what it says of images depends on the task's privacy."""
         submission, head = self._store.get(SubmissionReport), self._store.get(Heads).installed
         bounded = policy.is_bounded(state.manifest, max_epsilon=self._settings.max_epsilon)
@@ -109,7 +109,6 @@ class Publisher:
         is_silent = state.manifest is None or bounded
         problems = {**state.problems, "build": state.build_problem}
         problem = policy.public_problem(_first(problems, "task", "space", "build"), bounded=bounded)
-        drift = self._store.get(Drift).newest(now_s=time.time())
         # These reveal nothing about images.
         others = _first(problems, "download", "manifest", "upload")
         backbones = state.manifest.backbones if state.manifest is not None else ()

@@ -1,5 +1,6 @@
 """The record of what has ended jobs: graphs and heads by their deaths in a row, and images."""
 
+from edge_client.storage.culprits import MAX_DEATHS
 from protocol.storage.database import Database
 
 MAX_ROWS = 64
@@ -34,6 +35,11 @@ class CulpritRecord:
             database.execute(
                 "DELETE FROM deaths WHERE place <= (SELECT max(place) FROM deaths) - ?", (MAX_ROWS,)
             )
+
+    def refuse(self, digest: bytes) -> None:
+        """Let a head that failed in use be refused when it is offered again."""
+        for _ in range(MAX_DEATHS):
+            self.add_death(digest)
 
     def forget(self, digest: bytes) -> None:
         """Note that something has worked."""

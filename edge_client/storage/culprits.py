@@ -14,7 +14,7 @@ MAX_DEATHS = 3
 
 
 def task_key(manifest: TaskManifest, *, purpose: Literal["build", "install"] = "build") -> bytes:
-    """Return the digest by which a task's graphs are counted; they work for one purpose only if they do for this one."""
+    """Return the digest by which a task's graphs are counted, which may work for one purpose only."""
     return digest_of(encode(manifest) + purpose.encode())
 
 

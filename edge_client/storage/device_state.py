@@ -1,6 +1,5 @@
 """A device's state directory: facts, the outbox and the privacy ledger in SQLite, blobs in files."""
 
-import contextlib
 import logging
 import os
 import platform
@@ -8,14 +7,14 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
 import msgspec
 
-from edge_client.storage.crash_counter import MAX_CRASHES, CrashCounter
 from edge_client.storage.culprit_record import CulpritRecord
+from edge_client.storage.head_trials import MAX_FAILURES, HeadTrials
 from edge_client.storage.image_group_record import ImageGroupRecord
 from edge_client.storage.job_folder import BLOBS, CHECKPOINTS, Result
 from edge_client.storage.outbox import Outbox
@@ -34,7 +33,7 @@ from edge_client.storage.stored_values import (
     SubmissionSequence,
     TaskSubmissions,
 )
-from protocol.errors import GraphRefused, ProtofleetError, StateError
+from protocol.errors import StateError
 from protocol.log import event
 from protocol.storage.blobstore import (
     BlobStore,
@@ -82,27 +81,24 @@ CREATE TABLE releases (
 CREATE TABLE grouped_images (image BLOB PRIMARY KEY, number INTEGER NOT NULL) STRICT, WITHOUT ROWID;
 CREATE TABLE image_groups (
     number INTEGER PRIMARY KEY, weight INTEGER NOT NULL, is_unmixed INTEGER NOT NULL,
-    largest_min_images INTEGER NOT NULL
+    largest_min_images INTEGER NOT NULL,
+    -- The block, or 0, and of a group that is or was in a block, the class that its images are counted in.
+    block INTEGER NOT NULL, class TEXT NOT NULL
 ) STRICT;
+-- The blob of the digest has the coefficients: float16 (k, n), in the order of the images' digests.
+CREATE TABLE blocks (number INTEGER PRIMARY KEY, batch_size INTEGER NOT NULL, digest BLOB NOT NULL) STRICT;
+-- Images of blocks that lie in another class than they are counted in.
+CREATE TABLE moved_images (image BLOB PRIMARY KEY, class TEXT NOT NULL) STRICT, WITHOUT ROWID;
 -- When images of groups of which others are there were found missing (elapsed seconds).
 CREATE TABLE missing_images (image BLOB PRIMARY KEY, since_s REAL NOT NULL) STRICT, WITHOUT ROWID;
--- Starts of what a task or a head ships, by its digest, since it last worked; `place` orders them by the newest start.
-CREATE TABLE trials (digest BLOB PRIMARY KEY, starts INTEGER NOT NULL, place INTEGER NOT NULL) STRICT;
 -- Deaths of jobs in a row while they ran a task's graphs or a head, by its digest; `place` orders them.
 CREATE TABLE deaths (digest BLOB PRIMARY KEY, deaths INTEGER NOT NULL, place INTEGER NOT NULL) STRICT;
 -- Images at which jobs ended, and the memory that these might use.
 CREATE TABLE guilty_images (image BLOB PRIMARY KEY, memory_bytes INTEGER NOT NULL) STRICT;
 """
 
-_BLOCKS = """
--- The block of a group, or 0, and of a group that is or was in a block, the class that its images are counted in.
-ALTER TABLE image_groups ADD COLUMN block INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE image_groups ADD COLUMN class TEXT NOT NULL DEFAULT '';
--- The blob of the digest has the coefficients: float16 (k, n), in the order of the images' digests.
-CREATE TABLE blocks (number INTEGER PRIMARY KEY, batch_size INTEGER NOT NULL, digest BLOB NOT NULL) STRICT;
--- Images of blocks that lie in another class than they are counted in.
-CREATE TABLE moved_images (image BLOB PRIMARY KEY, class TEXT NOT NULL) STRICT, WITHOUT ROWID;
-"""
+_BASE_VERSION = 2
+"""Schema version of an earlier program, whose state is not carried over."""
 
 
 def default_device_id(folder: Path) -> str:
@@ -174,7 +170,8 @@ class DeviceState:
         self._database = Database(
             file,
             program="edge-client",
-            migrations=(_SCHEMA, _BLOCKS),
+            migrations=(_SCHEMA,),
+            base=_BASE_VERSION,
             read_only=read_only,
             lock=self._lock,
             holds_lock=lock,
@@ -187,8 +184,10 @@ class DeviceState:
         self.ledger = Ledger(self._database, folder / "releases")
         self.image_groups = ImageGroupRecord(self._database)
         self.outbox = Outbox(self._database)
-        self.crash_counter = CrashCounter(self._database, folder)
         self.culprits = CulpritRecord(self._database)
+        self.head_trials = HeadTrials(folder)
+        if not read_only:
+            self.head_trials.create()  # the service does: it has to delete files of another user's programs
 
     def close(self) -> None:
         """Close the files and release the folder's lock."""
@@ -215,56 +214,27 @@ class DeviceState:
             self._facts.put(*facts)
 
     def heads_in_use(self) -> Heads:
-        """Return the heads, after a return to the previous one if the one in use has failed too often in a row.
-
-        A read-only state directory stays as it is.
-        """
+        """Return the heads in use: one that has failed too often in a row gives way to the previous one."""
         heads = self.get(Heads)
-        if self._read_only:
-            return heads
-        while (failed := heads.installed) is not None and self.crash_counter.crashes(
-            failed.key
-        ) >= MAX_CRASHES:
+        while heads.installed is not None and self._has_failed(heads.installed):
             heads = Heads(heads.previous)
-            returned = heads.installed.version if heads.installed else None
-            text = f"head {failed.version} failed {MAX_CRASHES} times in use"
-            self.set(heads, HeadProblem(text))
-            event(log, logging.ERROR, text, back_to_head=returned)
         return heads
 
-    @contextlib.contextmanager
-    def run_head(self, head: InstalledHead, *, is_part: bool = False) -> Iterator[None]:
-        """Count a run of the head in use, which also counts if the head is refused, unless the disk is full.
+    def leave_failed_heads(self) -> Heads:
+        """Return and store the heads in use; a head that has failed is refused when the fleet offers it again."""
+        heads = self.get(Heads)
+        while (failed := heads.installed) is not None and self._has_failed(failed):
+            heads = Heads(heads.previous)
+            returned = heads.installed.version if heads.installed else None
+            text = f"head {failed.version} failed {MAX_FAILURES} times in use"
+            self.culprits.refuse(failed.key)
+            self.set(heads, HeadProblem(text))
+            event(log, logging.ERROR, text, back_to_head=returned)
+        self.head_trials.keep_only([head.key for head in (heads.installed, heads.previous) if head])
+        return heads
 
-        Of several programs that run it at the same time, one counts. `is_part` is as in `CrashCounter.guard`.
-        """
-        lock = FolderLock(self.folder, "predict.lock")
-        guard = self.crash_counter.guard(head.key, what="the head", is_part=is_part, counts_refusal=True)
-        with contextlib.ExitStack() as counted:
-            with contextlib.suppress(StateError):
-                if not self._read_only and lock.take(wait_s=0):
-                    counted.callback(lock.release)
-                    counted.enter_context(guard)
-            yield
-
-    @contextlib.contextmanager
-    def run_backbones(self, head: InstalledHead) -> Iterator[None]:
-        """Count a run of the backbones of the head in use as a part of the head's, which also counts if they fail.
-
-        It does not count if the previous head has the same backbones or there is none: going back would not help, and
-        the memory that a backbone lacks may be there later.
-        """
-        previous = self.get(Heads).previous
-        if previous is None or previous.backbones == head.backbones:
-            yield
-            return
-        with self.run_head(head, is_part=True):
-            try:
-                yield
-            except StateError:
-                raise
-            except ProtofleetError as error:
-                raise GraphRefused(str(error)) from error
+    def _has_failed(self, head: InstalledHead) -> bool:
+        return self.head_trials.failures(head.key) >= MAX_FAILURES
 
     def secret(self, *, keep: bool = True) -> bytes:
         """Return the device's secret, 32 random bytes, generated if there is none; `keep` stores it."""

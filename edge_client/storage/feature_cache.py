@@ -29,14 +29,15 @@ CREATE TABLE backbones (sha256 TEXT PRIMARY KEY, used_s REAL NOT NULL);
 CREATE TABLE features (
     backbone TEXT NOT NULL, identity BLOB NOT NULL, vector BLOB, unusable TEXT, UNIQUE (backbone, identity)
 );
-CREATE TABLE contents (identity BLOB PRIMARY KEY, digest BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE contents (
+    identity BLOB PRIMARY KEY, digest BLOB NOT NULL, preprocessing INTEGER NOT NULL
+) WITHOUT ROWID;
+-- Images, by the relative paths of the files that have other ones now.
+CREATE TABLE replaced (path BLOB PRIMARY KEY, digest BLOB NOT NULL) WITHOUT ROWID;
 """
 
-# Images that were unusable may be usable now, but for those at which the program crashed ("+crashed").
-_PREPROCESSING = """
-ALTER TABLE contents ADD COLUMN preprocessing INTEGER NOT NULL DEFAULT 1;
-DELETE FROM features WHERE vector IS NULL AND backbone NOT LIKE '+%';
-"""
+BASE_VERSION = 2
+"""Schema version of an earlier program, whose features are computed again."""
 
 
 class FeatureCache:
@@ -58,7 +59,8 @@ class FeatureCache:
         self._database = Database(
             file,
             program="edge-client",
-            migrations=(_SCHEMA, _PREPROCESSING),
+            migrations=(_SCHEMA,),
+            base=BASE_VERSION,
             read_only=read_only,
             is_cache=not read_only,
             pragmas=pragmas,
@@ -170,28 +172,65 @@ class FeatureCache:
             done += len(chunk)
         return features
 
+    def stored_features(self, identities: Sequence[str], *backbones: str) -> dict[str, NDArray[np.float32]]:
+        """Return the features, float32 (L1 + ... + LK,), of images by identity, without those that have none stored."""
+        rows = [self._rows(identities, backbone) for backbone in backbones]
+        found = {
+            identity: np.frombuffer(b"".join(each[identity] for each in rows), dtype="<f4")
+            for identity in identities
+            if all(identity in each for each in rows)
+        }
+        if len({*map(len, found.values())}) > 1:
+            raise self._changed()
+        return found
+
     def _vectors(self, identities: Sequence[str], backbone: str) -> NDArray[np.float32]:
         """Return the features of at most CHUNK_ROWS images, float32 (n, L); raises StateError if one is missing."""
-        places = ", ".join("?" * len(identities))
-        query = f"SELECT identity, vector FROM features WHERE backbone = ? AND identity IN ({places})"  # noqa: S608
-        rows = dict(self._database.read(query, backbone, *map(_key, identities)))
-        vectors: list[bytes] = [rows.get(_key(identity)) or b"" for identity in identities]
+        rows = self._rows(identities, backbone)
+        vectors = [rows.get(identity, b"") for identity in identities]
         if not all(vectors) or len({*map(len, vectors)}) > 1:
-            raise StateError(f"{self._database.path} was changed while it was read: start again")
+            raise self._changed()
         return np.frombuffer(b"".join(vectors), dtype="<f4").reshape(len(vectors), -1)
 
-    def prune(self, identities: Iterable[str], *backbones: str) -> None:
-        """Delete features of images not in `identities`, and of other backbones long out of use or over the limit."""
+    def _rows(self, identities: Sequence[str], backbone: str) -> dict[str, bytes]:
+        places = ", ".join("?" * len(identities))
+        query = f"SELECT identity, vector FROM features WHERE backbone = ? AND identity IN ({places})"  # noqa: S608
+        rows = self._database.read(query, backbone, *map(_key, identities))
+        return {_text(identity): vector for identity, vector in rows if vector}
+
+    def _changed(self) -> StateError:
+        return StateError(f"{self._database.path} was changed while it was read: start again")
+
+    def replaced(self) -> dict[str, bytes]:
+        """Return digests of images by the relative paths of files that have other images now."""
+        return {
+            _text(path): digest for path, digest in self._database.read("SELECT path, digest FROM replaced")
+        }
+
+    def prune(
+        self, identities: Iterable[str], *backbones: str, replaced: Mapping[str, str] | None = None
+    ) -> None:
+        """Delete features of images not in `identities`, and of other backbones long out of use or over the limit.
+
+        `replaced` are the identities of images in whose files there are others now, by relative paths; their digests
+        are noted until an image with the digest is found.
+        """
         with self._database.connection() as database:
             database.execute("CREATE TEMP TABLE existing (identity BLOB PRIMARY KEY) WITHOUT ROWID")
             try:
                 with self._database.transaction():
                     keys = ((_key(identity),) for identity in identities)
                     database.executemany("INSERT OR IGNORE INTO existing VALUES (?)", keys)
+                    rows = ((_key(path), _key(identity)) for path, identity in (replaced or {}).items())
+                    database.executemany(
+                        "INSERT OR REPLACE INTO replaced SELECT ?, digest FROM contents WHERE identity = ?",
+                        rows,
+                    )
                     gone = [
                         database.execute(f"DELETE FROM {table} WHERE identity NOT IN existing").rowcount  # noqa: S608
                         for table in ("features", "contents")
                     ]
+                    database.execute("DELETE FROM replaced WHERE digest IN (SELECT digest FROM contents)")
                     used = [(backbone, self._clock()) for backbone in backbones]
                     database.executemany("INSERT OR REPLACE INTO backbones VALUES (?, ?)", used)
             finally:

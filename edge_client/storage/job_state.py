@@ -13,7 +13,7 @@ from edge_client.storage.disk_space import require_space
 from edge_client.storage.image_group_record import Partition
 from edge_client.storage.job_folder import BLOBS, LAST_SUBMISSION, Job, KeptItem, Run
 from edge_client.storage.outbox import require_room
-from edge_client.storage.stored_values import SubmissionSequence
+from edge_client.storage.stored_values import Heads, SubmissionSequence
 from protocol.errors import BlobLost
 from protocol.storage.blobstore import BlobStore, state_errors
 from protocol.storage.facts import Fact
@@ -151,8 +151,6 @@ class JobState:
         self.image_groups = JobGroups(job.partition)
         self.clock = JobClock(job.now_s)
         self.changes: dict[str, msgspec.Raw] = {}
-        self.sealing_key = b""
-        """The device's private key, once it was granted."""
         self._facts, self._secret, self._number = dict(job.facts), run.secret, job.number
 
     def get(self, kind: type[Fact]) -> Fact:
@@ -166,15 +164,15 @@ class JobState:
             value = msgspec.Raw(msgspec.json.encode(fact))
             self._facts[type(fact).__name__] = self.changes[type(fact).__name__] = value
 
-    def secret(self, *, keep: bool = True) -> bytes:
+    def heads_in_use(self) -> Heads:
+        """Return the head in use and the one before it."""
+        return self.get(Heads)
+
+    def secret(self, *, keep: bool = True) -> bytes:  # noqa: ARG002 - as of DeviceState
         """Return the device's secret; empty if this job gets none."""
         return self._secret
 
-    def signing_key(self, _enrolled: bytes | None, *, keep: bool = True) -> bytes:
-        """Return the device's private key; empty if this job gets none."""
-        return self.sealing_key
-
-    def next_number(self, kind: type[SubmissionSequence], *, above: int = 0) -> int:
+    def next_number(self, kind: type[SubmissionSequence], *, above: int = 0) -> int:  # noqa: ARG002 - as of DeviceState
         """Return and note the free number, which is greater than the stored one and `above`."""
         self.set(kind(self._number))
         return self._number

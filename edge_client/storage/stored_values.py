@@ -21,21 +21,6 @@ class Holdout(msgspec.Struct, frozen=True):
     fraction: float = 0.2
 
 
-MOST_KEPT = 20_000
-"""Images in `Kept`."""
-
-
-class Kept(msgspec.Struct, frozen=True):
-    """Images that a person has kept where they are in the review; one that is moved or changed is another one."""
-
-    images: tuple[str, ...] = ()
-    """Their identities, the newest last."""
-
-    def __add__(self, image: str) -> "Kept":
-        """Return them with another one, without the oldest beyond MOST_KEPT."""
-        return Kept((*(each for each in self.images if each != image), image)[-MOST_KEPT:])
-
-
 class Secret(msgspec.Struct, frozen=True):
     """32 random bytes that the shuffles and the noise are derived from."""
 
@@ -147,25 +132,6 @@ class LeftOut(msgspec.Struct, frozen=True):
     skipped: Mapping[str, int] = {}
     unusable: tuple[tuple[str, str], ...] = ()
     """Paths and reasons, by the newest extraction."""
-
-
-DRIFT_AGE_S = 7 * 86400.0
-"""Seconds after which a comparison says nothing of today's images: a full window takes a day of `watch`, or less."""
-
-
-class Drift(msgspec.Struct, frozen=True):
-    """The newest comparison of predicted images with the labeled ones (`apps.drift`)."""
-
-    score: float = 0.0
-    """Standard deviations of chance."""
-    images: int = 0
-    """Predicted images that were compared; 0 before the first comparison."""
-    tested_s: float = 0.0
-    """Unix time."""
-
-    def newest(self, *, now_s: float) -> float | None:
-        """Return the score; None without a comparison in the last DRIFT_AGE_S, such as after the end of `watch`."""
-        return self.score if self.images and now_s < self.tested_s + DRIFT_AGE_S else None
 
 
 SubmissionForm = Literal["prototype", "class sum", "masked class sum", "group"]

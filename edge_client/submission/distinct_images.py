@@ -28,7 +28,7 @@ class DistinctImages:
                 if image.identity in keys:
                     self._images.setdefault(keys[image.identity], {}).setdefault(name, image)
         usable = {image.relative for image in found.usable}
-        self.replaced = {key for relative, key in workspace.replaced.items() if relative in usable}
+        self.replaced = {key for relative, key in workspace.cache.replaced().items() if relative in usable}
         self.places = {key: tuple(places) for key, places in self._images.items()}
         there = {keys[identity] for identity in workspace.scan.identities if identity in keys}
         self.unusable = there - self.places.keys()

@@ -117,7 +117,7 @@ class HeadInstaller:
     def _try(
         self, install: InstallHead, candidate: _Candidate, should_stop: Callable[[], bool]
     ) -> UploadItem:
-        reference, heads, installed = install.head, self._store.get(Heads), candidate.described
+        reference, heads, installed = install.head, self._store.heads_in_use(), candidate.described
         # The head in use before this one, also of another task; this one may be in use already.
         before = filter(None, (heads.installed, heads.previous))
         previous = next((head for head in before if head.key != installed.key), None)

@@ -74,6 +74,8 @@ class Workspace:
     sealing_key: bytes = field(default=b"", repr=False)
     """The device's private key, with which masks are sealed, once a release was granted."""
     show_progress: Callable[[Doing], None] = lambda _: None
+    open_backbones: dict[tuple[str, Provider], Backbone] = field(default_factory=dict)
+    """Backbones by digest in hex and provider, which stay open for the next job."""
     isolate: Isolate = Backbone.isolated
     """Runs backbones under differential privacy."""
     is_incomplete: bool = field(default=False, init=False)
@@ -82,9 +84,6 @@ class Workspace:
     """The last scan of the data folder."""
     awaits_block: bool = field(default=False, init=False)
     """True if the last build was made without a block that awaits an image."""
-    replaced: dict[str, bytes] = field(default_factory=dict, init=False)
-    """By relative paths, the digests of images in whose files extractions have found others, even if interrupted."""
-    _backbones: dict[tuple[str, Provider], Backbone] = field(default_factory=dict, init=False)
 
     @contextlib.contextmanager
     def run_task(
@@ -104,10 +103,6 @@ class Workspace:
         """Decode images singly at one of which a job may have ended."""
         decode_suspects(images, self.culprits, should_stop)
 
-    def take_over(self, before: "Workspace") -> None:
-        """Continue an earlier job: its backbones stay open, and it has noted which images were replaced."""
-        self._backbones, self.replaced = before._backbones, before.replaced
-
     def is_bounded(self, manifest: TaskManifest) -> bool:
         """Return whether messages about a task must not reveal images."""
         return is_bounded(manifest, max_epsilon=self.settings.max_epsilon)
@@ -115,10 +110,12 @@ class Workspace:
     def backbones(self, manifest: TaskManifest) -> list[Backbone]:
         """Return the task's open backbones; they stay open until another task needs others, or other privacy."""
         wanted = {(blob.digest.hex(), self._provider(manifest)): blob for blob in manifest.backbones}
-        if self._backbones.keys() != wanted.keys():
-            self._backbones = {}
-            self._backbones = {key: self._open(blob, manifest) for key, blob in wanted.items()}
-        return [self._backbones[digest, self._provider(manifest)] for digest in backbone_digests(manifest)]
+        if self.open_backbones.keys() != wanted.keys():
+            self.open_backbones.clear()
+            self.open_backbones.update({key: self._open(blob, manifest) for key, blob in wanted.items()})
+        return [
+            self.open_backbones[digest, self._provider(manifest)] for digest in backbone_digests(manifest)
+        ]
 
     def try_backbones(self, manifest: TaskManifest) -> None:
         """Run each of the task's backbones on an image of zeros; under differential privacy as in `extract`.
@@ -202,14 +199,15 @@ class Workspace:
     def forget_deleted(self, manifest: TaskManifest, images: Sequence[LabeledImage]) -> None:
         """Delete the features of images that do not exist any more, and note the images that were replaced."""
         paths, identities = {image.relative for image in images}, {image.identity for image in images}
-        before = {path_of(identity): (identity, digest) for identity, digest in self.cache.contents().items()}
-        self.replaced |= {
-            path: digest
-            for path, (identity, digest) in before.items()
+        before = {path_of(identity): identity for identity in self.cache.contents()}
+        replaced = {
+            path: identity
+            for path, identity in before.items()
             if path in paths and identity not in identities
         }
-        identities |= {identity for path, (identity, _) in before.items() if path in self.scan.being_written}
-        self.cache.prune(identities, *backbone_digests(manifest), *training_feature_keys(manifest))
+        identities |= {identity for path, identity in before.items() if path in self.scan.being_written}
+        keys = (*backbone_digests(manifest), *training_feature_keys(manifest))
+        self.cache.prune(identities, *keys, replaced=replaced)
 
     def _compute(
         self,

@@ -16,7 +16,7 @@ from aggregator.algorithms.fedtc.head import logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.algorithms.fedtc.training_set import TrainingSet
-from edge_client.cli.options import open_state_to_predict
+from edge_client.cli.options import open_state
 from edge_client.data.decoding import decode
 from edge_client.data.holdout import held_out
 from edge_client.data.images import LabeledImage, find_images
@@ -74,7 +74,7 @@ def compare(folder: Folder, names: Sequence[str], on_step: Callable[[str], None]
     training, fleet, alone = {}, {}, {}
     for name in names:
         on_step(f"evaluating the head of {name}, and one that it trains alone")
-        with closing(open_state_to_predict(folder.state(name), FLEET)) as store:
+        with closing(open_state(folder.state(name), FLEET, read_only=True)) as store:
             images = find_images(folder.images(name), CLASSES)
             kept = held_out(images, store.get(Holdout).fraction)
             own = features_of([each for each in images if each.relative not in kept], backbone)

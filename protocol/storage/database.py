@@ -40,7 +40,9 @@ class Database:
         path: created if it does not exist, unless `read_only`.
         program: the command that writes the file, for error messages.
         migrations: SQL scripts that each bring the schema from one version to the next, beginning with an empty
-            file; every statement ends its line. `PRAGMA user_version` holds how many of them have run.
+            file; every statement ends its line.
+        base: the schema version before the first of these, which `PRAGMA user_version` counts on from. A file of an
+            earlier version is not carried over.
         read_only: open an existing file without changing it, even while another process writes it, or where nothing
             can be written.
         lock: the folder's lock, taken while the file is created or migrated, which another program that holds it
@@ -62,6 +64,7 @@ class Database:
         *,
         program: str,
         migrations: Sequence[str],
+        base: int = 0,
         read_only: bool = False,
         lock: FolderLock | None = None,
         holds_lock: bool = False,
@@ -70,7 +73,7 @@ class Database:
         pragmas: Mapping[str, str | int] | None = None,
     ) -> None:
         self.path, self._program, self._migrations, self._advice = path, program, migrations, advice
-        self._read_only, self._is_cache = read_only, is_cache
+        self._base, self._read_only, self._is_cache = base, read_only, is_cache
         # The caller's first: auto_vacuum has no effect once the file has pages.
         self._pragmas = {} if read_only else {**(pragmas or {}), **_PRAGMAS, **(pragmas or {})}
         self._lock = lock
@@ -83,6 +86,11 @@ class Database:
         except BaseException:
             self._release()
             raise
+
+    @property
+    def _newest(self) -> int:
+        """The schema version of this program."""
+        return self._base + len(self._migrations)
 
     def read(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         with self.connection() as database:
@@ -134,7 +142,7 @@ class Database:
     def check_writable(self) -> None:
         """Write to the file without changing its contents, to find out whether the disk is full."""
         with self.transaction() as database:
-            database.execute(f"PRAGMA user_version = {len(self._migrations)}")
+            database.execute(f"PRAGMA user_version = {self._newest}")
 
     def empty_log(self) -> None:
         """Move all transactions from the log into the file, so that the log has nothing that they have deleted.
@@ -247,7 +255,7 @@ class Database:
         return database
 
     def _is_outdated(self, database: sqlite3.Connection) -> bool:
-        version, expected = _version(database), len(self._migrations)
+        version, expected = _version(database), self._newest
         return version < expected or (self._is_cache and version != expected)
 
     @contextlib.contextmanager
@@ -277,18 +285,23 @@ class Database:
     def _run_migrations(self, database: sqlite3.Connection) -> None:
         with _transaction(database, "IMMEDIATE"):
             version = _version(database)  # again: another process may have migrated the file meanwhile
-            if self._is_cache and not 0 < version <= len(self._migrations):
+            if self._is_cache and not self._base < version <= self._newest:
                 _drop_tables(database)
                 version = 0
-            for script in self._migrations[version:]:
+            if 0 < version <= self._base:
+                raise StateError(
+                    f"{self._found(database)}: the state of an earlier protofleet is not carried over: use another "
+                    f"--state; {self._advice}"
+                )
+            for script in self._migrations[max(0, version - self._base) :]:
                 for statement in _statements(script):
                     database.execute(statement)
-            database.execute(f"PRAGMA user_version = {max(version, len(self._migrations))}")
+            database.execute(f"PRAGMA user_version = {max(version, self._newest)}")
 
     def _check_version(self, database: sqlite3.Connection) -> None:
         """Raise StateError unless the file has the current schema."""
         version = _version(database)
-        if version > len(self._migrations):
+        if version > self._newest:
             raise StateError(f"{self._found(database)}: upgrade protofleet here, or use another --state")
         if not version:
             raise self._damaged("damaged: it is empty")
@@ -296,7 +309,7 @@ class Database:
             raise StateError(f"{self._found(database)}: start `{self._program}` on it once")
 
     def _found(self, database: sqlite3.Connection) -> str:
-        return f"{self.path} has schema version {_version(database)}, expected {len(self._migrations)}"
+        return f"{self.path} has schema version {_version(database)}, expected {self._newest}"
 
 
 def _version(database: sqlite3.Connection) -> int:

@@ -23,6 +23,7 @@ from protocol.models.onnx_metadata import HeadMetadata
 from protofleet.simulation import fedtc, statistics
 from protofleet.simulation.engine import LOCAL, Engine
 from protofleet.simulation.fleet import Client, Features, pooled
+from protofleet.submissions import decoded
 
 Logits = Sequence[NDArray[np.float32]]
 
@@ -94,7 +95,7 @@ def train_prototypes(
     )
     payloads = fedtc.fleet_submissions(features, owners, task, seed=SEED, engine=engine)
     data, judgment, counting = judged_set(
-        {client: fedtc.decoded(payload, task) for client, payload in payloads.items()},
+        {client: decoded(payload, task) for client, payload in payloads.items()},
         classes=task.manifest.classes,
         widths=features.widths,
         robust=robust,

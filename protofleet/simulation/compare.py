@@ -86,7 +86,7 @@ class Comparison:
     first_draw: Mapping[str, Evaluation]
 
 
-@needed_packages("compare", extras="aggregator,cpu,export")
+@needed_packages("compare")
 def compare(
     images: str | os.PathLike[str] | Load,
     files: Sequence[str | os.PathLike[str]],

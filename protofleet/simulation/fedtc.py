@@ -7,25 +7,12 @@ import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
-from aggregator.intake.validation import Expectation, Prototypes, check_submission, read_message
-from protocol.wire.arrays import to_unsigned
+from aggregator.intake.validation import Expectation
 from protocol.wire.codec import digest_of, encode
-from protocol.wire.messages import BlobRef, Submission, TaskManifest
-from protocol.wire.quantization import submission_fields
 from protofleet.prototypes import batch_prototypes, device_prototypes
 from protofleet.simulation.engine import LOCAL, Engine
 from protofleet.simulation.fleet import Features
-
-
-def task_manifest(algorithm: str, classes: int, **settings: Any) -> TaskManifest:
-    """Return the manifest of a task whose features are given."""
-    return TaskManifest(
-        fleet="simulation",
-        algorithm=algorithm,
-        classes=tuple(map(str, range(classes))),
-        backbones=(BlobRef(digest=bytes(32), size_bytes=1, name="features are given"),),
-        **settings,
-    )
+from protofleet.submissions import prototypes_submission, task_manifest
 
 
 def expectation_of(
@@ -34,7 +21,7 @@ def expectation_of(
     """Return a task of prototypes as the aggregator would publish it."""
     manifest = task_manifest(
         "fedtc",
-        features.classes,
+        tuple(map(str, range(features.classes))),
         alpha=alpha,
         batch_size=batch_size,
         min_images=min(2, batch_size),
@@ -79,34 +66,4 @@ def _encoded(
     )
     if not len(mine.labels) and mine.block is None:
         return b""
-    return encode(
-        submission_of(
-            mine.labels,
-            mine.counts,
-            task=expectation.task,
-            images=len(labels),
-            **submission_fields(task, mine.values.astype(np.float16), mine.block),
-        )
-    )
-
-
-def submission_of(
-    labels: NDArray[np.integer], counts: NDArray[np.integer], *, task: bytes, images: int, **fields: Any
-) -> Submission:
-    """Return a client's submission, with the values of its prototypes as `fields`."""
-    return Submission(
-        task=task,
-        sequence=1,
-        labels=to_unsigned(labels),
-        counts=to_unsigned(counts),
-        images=images,
-        **fields,
-    )
-
-
-def decoded(payload: bytes, expectation: Expectation) -> Prototypes:
-    """Return the checked prototypes of an encoded submission."""
-    message = read_message(payload)
-    if not isinstance(message, Submission):
-        raise TypeError(f"a simulated client sent {type(message).__name__}")
-    return check_submission(message, expectation)
+    return encode(prototypes_submission(mine, expectation, images=len(labels)))

@@ -27,8 +27,8 @@ from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, RoundManifest, TaskManifest
 from protofleet.simulation.engine import LOCAL, Engine
-from protofleet.simulation.fedtc import decoded, task_manifest
 from protofleet.simulation.fleet import Client
+from protofleet.submissions import decoded, task_manifest
 
 HOOKS = TrainingHooks(
     on_checkpoint=lambda _: None, should_stop=lambda: False, on_progress=lambda _done, _total: None
@@ -128,7 +128,13 @@ def _prepare(
     graphs: Graphs = _built(algorithm, feature_size=feature_size, num_classes=classes, seed=seed)
     program = program_of(algorithm, {role: _put(blobs, data, role) for role, data in vars(graphs).items()})
     manifest = task_manifest(
-        algorithm.name, classes, alpha=1.0, batch_size=1, min_images=1, seed=seed, program=program
+        algorithm.name,
+        tuple(map(str, range(classes))),
+        alpha=1.0,
+        batch_size=1,
+        min_images=1,
+        seed=seed,
+        program=program,
     )
     first = algorithm.first_tensors(feature_size=feature_size, num_classes=classes, seed=seed)
     shapes = {name: first[name].shape for name in algorithm.uploaded}

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,11 +12,13 @@ from numpy.typing import NDArray
 from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.config.schema import Robust
 from aggregator.graphs.head_export import map_to_onnx, mapped
+from aggregator.intake.validation import Expectation
 from aggregator.storage.blobs import FolderBlobs
 from aggregator.training.jobs import StatisticsJob, Workspace
 from aggregator.training.robust.weights import Counting
-from aggregator.training.statistics_job import run
+from aggregator.training.statistics_job import Solved, run, solve_sums
 from edge_client.data.statistics import group_rows, to_rows
+from protocol.errors import ConfigError
 from protocol.models.cpu_session import cpu_session
 from protocol.statistics import second_moment
 from protocol.statistics.row_sums import RowSums
@@ -23,8 +26,8 @@ from protocol.wire.arrays import to_tensor
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, Statistics, Submission, TaskManifest
 from protofleet.simulation.engine import LOCAL, Engine
-from protofleet.simulation.fedtc import submission_of, task_manifest
 from protofleet.simulation.fleet import Features
+from protofleet.submissions import submission_of, task_manifest
 
 ROWS_PER_RUN = 4096
 
@@ -95,15 +98,61 @@ def run_fleet(
         robust: protection; by default outliers are not detected.
         engine: where devices compute.
     """
-    graph = map_to_onnx(data.feature_map, num_classes=data.features.classes)
-    manifest = _manifest(data, graph, batch_size=batch_size)
+    collected = _collected(data, owners, batch_size=batch_size, seed=seed, robust=robust, engine=engine)
+    with collected as (job, workspace):
+        sizes = [len(workspace.blobs.read(bytes.fromhex(digest))) for digest in job.members.values()]
+        solved = run(job, workspace)
+        head = (workspace.folder / "head.onnx").read_bytes()
+    logits, truth = _logits(head, data.features.test), data.features.test_labels
+    return Result(
+        accuracy=float((logits.argmax(axis=1) == truth).mean()),
+        devices=len(job.members),
+        rows=solved.prototypes,
+        bytes_up=sum(sizes),
+        bytes_down=len(_graph(data)) + len(head),
+        logits=logits,
+        solve_seconds=solved.metrics["seconds"],
+        quarantined=sorted(solved.quarantined),
+        counting=solved.counting,
+    )
+
+
+def solve_fleet(
+    data: MappedFeatures, owners: NDArray[np.int64], *, batch_size: int, seed: int, robust: Robust
+) -> Solved:
+    """Encode every client's submission, and solve for the head of them as the aggregator does.
+
+    The arguments are those of `run_fleet`.
+
+    Raises:
+        ProtofleetError: the submissions give no head.
+    """
+    collected = _collected(data, owners, batch_size=batch_size, seed=seed, robust=robust, engine=LOCAL)
+    with collected as (job, workspace):
+        if not job.members:
+            raise ConfigError("expected a device with several images of a class, got none: add images")
+        manifest = job.manifest(workspace.blobs)
+        expectation = Expectation(bytes.fromhex(job.task), manifest, data.feature_map.size)
+        return solve_sums(job, workspace, expectation)
+
+
+@contextmanager
+def _collected(
+    data: MappedFeatures,
+    owners: NDArray[np.int64],
+    *,
+    batch_size: int,
+    seed: int,
+    robust: Robust,
+    engine: Engine,
+) -> Iterator[tuple[StatisticsJob, Workspace]]:
+    """Encode every client's submission; gives the aggregator's job for them, and where it runs."""
+    manifest = _manifest(data, batch_size=batch_size)
     task = digest_of(encode(manifest))
     with tempfile.TemporaryDirectory() as folder:
         blobs = FolderBlobs(Path(folder) / "blobs")
-        sizes, members = [], {}
-        for client, payload in _submissions(data, owners, manifest, task=task, seed=seed, engine=engine):
-            sizes.append(len(payload))
-            members[client] = blobs.put(payload).hex()
+        made = _submissions(data, owners, manifest, task=task, seed=seed, engine=engine)
+        members = {client: blobs.put(payload).hex() for client, payload in made}
         job = StatisticsJob(
             version=1,
             task=blobs.put(encode(manifest)).hex(),
@@ -114,27 +163,19 @@ def run_fleet(
             normalized=data.feature_map.normalized,
             robust=robust,
         )
-        solved = run(job, Workspace(blobs, Path(folder), lambda _: None))
-        head = (Path(folder) / "head.onnx").read_bytes()
-    logits, truth = _logits(head, data.features.test), data.features.test_labels
-    return Result(
-        accuracy=float((logits.argmax(axis=1) == truth).mean()),
-        devices=len(members),
-        rows=solved.prototypes,
-        bytes_up=sum(sizes),
-        bytes_down=len(graph) + len(head),
-        logits=logits,
-        solve_seconds=solved.metrics["seconds"],
-        quarantined=sorted(solved.quarantined),
-        counting=solved.counting,
-    )
+        yield job, Workspace(blobs, Path(folder), lambda _: None)
 
 
-def _manifest(data: MappedFeatures, graph: bytes, *, batch_size: int) -> TaskManifest:
+def _graph(data: MappedFeatures) -> bytes:
+    return map_to_onnx(data.feature_map, num_classes=data.features.classes)
+
+
+def _manifest(data: MappedFeatures, *, batch_size: int) -> TaskManifest:
+    graph = _graph(data)
     reference = BlobRef(digest=digest_of(graph), size_bytes=len(graph), name="map.onnx")
     return task_manifest(
         "statistics",
-        data.features.classes,
+        tuple(map(str, range(data.features.classes))),
         alpha=1.0,
         batch_size=batch_size,
         min_images=min(2, batch_size),

@@ -22,9 +22,10 @@ from benchmarks.fleets import Settings, accuracy_of
 from benchmarks.options import repeated, selected
 from benchmarks.report import Table, json_option, write_json
 from edge_client.runtime.backbone import open_backbone
-from protofleet.simulation.fedtc import decoded, fleet_submissions
+from protofleet.simulation.fedtc import fleet_submissions
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition, share_out
+from protofleet.submissions import decoded
 from research.poisoning.data_options import DataOptions, data_options
 from research.poisoning.prototypes import Form
 

@@ -29,8 +29,8 @@ from benchmarks.options import repeated
 from benchmarks.report import Table
 from protocol.wire.codec import encode
 from protocol.wire.quantization import dequantize, prototype_fields, quantize
-from protofleet.simulation.fedtc import submission_of
 from protofleet.simulation.fleet import Features
+from protofleet.submissions import submission_of
 
 GROUPS = (0, 5)
 """Images of a mean that FedCOF sends; 0 is all of a class."""

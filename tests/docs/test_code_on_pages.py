@@ -6,17 +6,15 @@ import shutil
 import sys
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import protofleet
 from aggregator.algorithms.registry import GROUP
-from aggregator.heads.rollout import HEAD_ACTIVATED
-from aggregator.intake.accepted_submissions import SUBMISSION_ACCEPTED
-from edge_client.agent.events import HEAD_IN_USE
-from edge_client.service.device import SUBMISSION_RECEIVED
 from examples.python.median_prototypes import MedianProto
 from protocol.mqtt.reconnecting_session import BrokerAddress
+from protofleet import events
 from tests.support.fleets.fleet import write_digits, write_task
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +74,7 @@ def test_code_on_the_page_runs(
     (tmp_path / "backbone-0.onnx").rename("backbone.onnx")
     shutil.copy(next(iter(sorted((photos / "1").iterdir()))), "photo.png")
     first, *blocks = re.findall(r"(?ms)^```python\n(.*?)^```", PYTHON_API)
-    assert len(blocks) == 4
+    assert len(blocks) == 7
     whole = "\n".join(["import protofleet", blocks[0], first, *blocks[1:]])
     (tmp_path / "page.py").write_text(whole.replace("127.0.0.1:1883", f"{address.host}:{address.port}"))
     runpy.run_path("page.py")
@@ -86,13 +84,14 @@ def test_code_on_the_page_runs(
     assert "backbone" in printed.splitlines()[-1]
 
 
-def test_callbacks_on_the_page_are_those_of_the_code() -> None:
-    """The table has the message of each callback."""
-    rows = re.findall(r"^\| `(on_\w+)` \| `([^`]+)` \| `([^`]+)` \|$", PYTHON_API, re.MULTILINE)
-    assert rows == [
-        ("on_head", HEAD_IN_USE, HEAD_ACTIVATED),
-        ("on_submission", SUBMISSION_RECEIVED, SUBMISSION_ACCEPTED),
-    ]
+def test_events_on_the_page_are_those_of_the_code() -> None:
+    """The table has every event of a device and of an aggregator."""
+    rows = re.findall(r"^\| `(Device|Aggregator)` \| (`.*`) \|$", PYTHON_API, re.MULTILINE)
+    named = {service: re.findall(r"`([A-Z]\w+)`", names) for service, names in rows}
+    assert named == {
+        "Device": [each.__name__ for each in get_args(events.DeviceEvent)],
+        "Aggregator": [each.__name__ for each in get_args(events.AggregatorEvent)],
+    }
 
 
 def test_functions_and_classes_are_on_the_page() -> None:

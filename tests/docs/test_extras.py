@@ -168,6 +168,38 @@ def test_task_of_one_upload_needs_no_pytorch(tmp_path: Path) -> None:
     assert re.search(rf"warning +runtime +{text}\n", run_command(program, "doctor", *given).stdout)
 
 
+def test_names_of_the_python_api_need_no_other_extras_than_the_page_says() -> None:
+    """Those of the page's first row are imported without the packages of `aggregator`; others name an extra."""
+    page = (ROOT / "docs" / "python-api.md").read_text(encoding="utf-8")
+    rows = re.findall(r"(?m)^\| (.*) \| `\[([a-z,]+)\]` \|$", page)
+    names = {extras: re.findall(r"`(\w+)`", row) for row, extras in rows}
+    assert list(names) == ["cpu", "aggregator,cpu", "aggregator,cpu,train", "aggregator,cpu,export"]
+    program = f"""{without(*(set(EXTRAS) - {"onnxruntime"}))}
+import numpy as np, protofleet
+for name in {names["cpu"]}:
+    getattr(protofleet, name)
+made = protofleet.device_prototypes(np.eye(60, 8, dtype="f4"), np.arange(60) % 2)
+data = protofleet.encode_submission(made, classes=["a", "b"])
+read = protofleet.decode_submission(data, classes=["a", "b"], feature_size=8)
+for call in (
+    lambda: protofleet.train_head([read], classes=2),
+    lambda: protofleet.FederatedClassifier().fit(np.eye(60, 8), np.arange(60) % 2),
+    lambda: protofleet.simulate,
+    lambda: protofleet.Aggregator,
+    lambda: protofleet.compare,
+):
+    try:
+        call()
+    except protofleet.ProtofleetError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(names["aggregator,cpu"] + names["aggregator,cpu,export"])
+    assert all(pip_command("aggregator,cpu") in line for line in lines[:4])
+    assert pip_command("aggregator,cpu,export") in lines[4]
+
+
 def test_simulated_rounds_name_the_extra(tmp_path: Path) -> None:
     done = run_command(
         f"{without(*TRAINING)}from protofleet.cli import main",

@@ -202,14 +202,14 @@ def _results(
     backbones, done = [each.sha256 for each in classifier.backbones], set[str]()
     with suppress(StateError), closing(FeatureCache(cache, read_only=True)) as features:
         digests |= features.contents()
-        known = features.known(*backbones) & digests.keys()
-        stored = [image for image in images if image.identity in known]
-        for start in range(0, len(stored), CHUNK_ROWS):
-            part = stored[start : start + CHUNK_ROWS]
-            (chunk,) = features.chunks([image.identity for image in part], *backbones)
-            result = classifier.head.run(chunk)
-            for row, image in enumerate(part):
-                done.add(image.identity)
-                yield image, result.row(row)
+        digested = [image for image in images if image.identity in digests]
+        for start in range(0, len(digested), CHUNK_ROWS):
+            part = digested[start : start + CHUNK_ROWS]
+            stored = features.stored_features([image.identity for image in part], *backbones)
+            if found := [image for image in part if image.identity in stored]:
+                result = classifier.head.run(np.stack([stored[image.identity] for image in found]))
+                for row, image in enumerate(found):
+                    done.add(image.identity)
+                    yield image, result.row(row)
     for batch in classifier.results((each for each in images if each.identity not in done), digests=digests):
         yield from batch

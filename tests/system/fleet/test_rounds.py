@@ -75,8 +75,8 @@ def _rounds_of_fedpcl(fleet: Fleet) -> None:
     start_aggregator(fleet, "fedpcl", quorum=3, rounds=2, epochs=500, batch_size=4, **FEDPCL)
     for number in range(3):
         start_device(fleet, number)
-    checkpoint = fleet.device_state("device-0") / "training.checkpoint"
-    fleet.wait_until("a checkpoint", checkpoint.exists, pause_s=0.02)
+    checkpoints = fleet.device_state("device-0") / "checkpoints"
+    fleet.wait_until("a checkpoint", lambda: any(checkpoints.glob("[!.]*")), pause_s=0.02)
     fleet.kill("device-0")
     start_device(fleet, 0)
     fleet.wait_for_log("device-0", "training resumed step=")

@@ -97,6 +97,26 @@ def test_unreadable_image_is_named(tmp_path: Path, backbone: Path) -> None:
         protofleet.extract_features([file], backbone)
 
 
+def test_unreadable_images_are_skipped_with_reasons(
+    paths: list[Path], tmp_path: Path, backbone: Path
+) -> None:
+    """The features of the others are those without them, also where a whole batch is unreadable."""
+    broken = tmp_path / "broken.jpg"
+    broken.write_bytes(b"no image")
+    mixed = [broken, broken, paths[0], broken, paths[1]]
+    features, skipped = protofleet.extract_features(mixed, backbone, batch_size=2, on_error="skip")
+    np.testing.assert_array_equal(features, protofleet.extract_features(paths[:2], backbone))
+    assert list(skipped) == [0, 1, 3]
+    assert "broken.jpg" in skipped[3]
+    assert np.delete(np.arange(5), list(skipped)).tolist() == [2, 4]
+    none, _ = protofleet.extract_features([broken], backbone, on_error="skip")
+    assert none.shape == (0, 16)
+    with pytest.raises(ConfigError, match="at least one image"):
+        protofleet.extract_features([], backbone, on_error="skip")
+    with pytest.raises(ConfigError, match="on_error raise or skip, got 'ignore'"):
+        protofleet.extract_features(mixed, backbone, on_error=cast("Any", "ignore"))
+
+
 def test_prototypes_of_a_class_with_one_image_are_not_made() -> None:
     """One image alone is uploaded by no device with the default settings."""
     made = protofleet.batch_prototypes(np.ones((3, 2), np.float32), np.array([0, 0, 5]))
@@ -186,7 +206,7 @@ def test_head_recognizes_images_that_no_device_has(
     rest = np.concatenate([np.flatnonzero(labels == label)[30:] for label in range(4)])
     features = protofleet.extract_features([paths[row] for row in rest], backbone)
     assert (head.predict(features) == labels[rest]).mean() > 0.8
-    np.testing.assert_allclose(head.probabilities(features).sum(axis=1), 1, atol=1e-5)
+    np.testing.assert_allclose(head.predict_proba(features).sum(axis=1), 1, atol=1e-5)
     assert head.feature_size == 16
     with pytest.raises(ConfigError, match=r"features \(n, 16\), got \(16,\)"):
         head.predict(features[0])
@@ -215,8 +235,8 @@ def test_saved_head_is_a_model_of_images(
     head.save(tmp_path / "model.onnx", backbone)
     model = protofleet.Model.load(tmp_path / "model.onnx", provider="cpu")
     assert model.classes == CLASSES
-    expected = head.probabilities(protofleet.extract_features(paths[::8], backbone))
-    np.testing.assert_allclose(model.probabilities(paths[::8], batch_size=3), expected, atol=1e-5)
+    expected = head.predict_proba(protofleet.extract_features(paths[::8], backbone))
+    np.testing.assert_allclose(model.predict_proba(paths[::8], batch_size=3), expected, atol=1e-5)
     predictions = list(model.predict_all(paths[::8]))
     assert [each.label for each in predictions] == [CLASSES[row.argmax()] for row in expected]
     one = model.predict(str(paths[0]))
@@ -226,7 +246,7 @@ def test_saved_head_is_a_model_of_images(
     assert one.known is None
     assert not list(model.predict_all([]))
     with pytest.raises(ConfigError, match="expected at least one image, got none"):
-        model.probabilities([])
+        model.predict_proba([])
 
 
 def test_saved_head_has_the_novelty_of_an_image(
@@ -392,11 +412,30 @@ def test_prior_of_the_images_that_are_given(tmp_path: Path) -> None:
             next(model.predict_all([IMAGE], prior=prior))  # type: ignore[arg-type]
 
 
+def test_answer_is_unsure_below_the_minimum_probability(tmp_path: Path) -> None:
+    model = Model.load(model_file(tmp_path / "model.onnx"))
+    image = np.zeros((4, 4, 3), np.uint8)
+    image[:2, :, 1] = 1
+    for least, answer in ((0.0, "dog"), (0.5, "dog"), (0.51, "unsure")):
+        prediction = model.predict(image, prior="none", min_probability=least)
+        assert (prediction.label, prediction.answer) == ("dog", answer)
+    with pytest.raises(ConfigError, match="min_probability from 0 to 1, got 60"):
+        model.predict(image, min_probability=60)
+
+
+def test_closed_model_is_refused(tmp_path: Path) -> None:
+    with Model.load(model_file(tmp_path / "model.onnx")) as model:
+        assert model.predict(IMAGE).answer == "cat"
+    model.close()
+    with pytest.raises(protofleet.ProtofleetError, match="closed: open it again"):
+        model.predict(IMAGE)
+
+
 @pytest.mark.parametrize(
     ("missing", "code", "name"),
     [
         ("scipy", "train_head([p, p, p], classes=2)", "train_head"),
-        ("onnx", "Head.save(None, 'model.onnx', 'backbone.onnx')", "Head.save"),
+        ("onnx", "Head.to_onnx(None)", "Head.to_onnx"),
     ],
 )
 def test_function_that_needs_a_package_of_an_extra_names_it(

@@ -1,17 +1,22 @@
 """Devices and an aggregator in one process, with a broker: heads, callbacks, starts and stops."""
 
-import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 import protofleet
 from aggregator.security.enrollment import enroll
 from aggregator.storage.open_store import open_store
+from edge_client.agent.state import Mode
+from edge_client.config import Settings
+from edge_client.service import device as service
+from edge_client.storage.device_state import DeviceState
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
+from protofleet import events
 from tests.support.fleets.fleet import write_digits, write_task
 from tests.support.network.brokers import amqtt
 
@@ -25,23 +30,26 @@ def broker(address: BrokerAddress) -> Iterator[str]:
         yield f"{address.host}:{address.port}"
 
 
+Kind = TypeVar("Kind")
+
+
 class Events:
     """Events of one service, in their order."""
 
     def __init__(self) -> None:
-        self.seen: list[protofleet.Event] = []
+        self.seen: list[object] = []
         self._changed = threading.Condition()
 
-    def __call__(self, event: protofleet.Event) -> None:
+    def __call__(self, event: object) -> None:
         with self._changed:
             self.seen.append(event)
             self._changed.notify_all()
 
-    def wait_for(self, message: str) -> protofleet.Event:
-        """Return the first event with this message."""
+    def wait_for(self, kind: type[Kind]) -> Kind:
+        """Return the first event of this class."""
 
-        def found() -> protofleet.Event | None:
-            return next((event for event in self.seen if event.message == message), None)
+        def found() -> Kind | None:
+            return next((event for event in self.seen if isinstance(event, kind)), None)
 
         with self._changed:
             assert self._changed.wait_for(lambda: found() is not None, TIMEOUT_S), [*map(str, self.seen)]
@@ -59,15 +67,27 @@ def device(folder: Path, broker: str, number: int, **options: object) -> protofl
     )  # fmt: skip
 
 
-def test_fleet_in_one_process(tmp_path: Path, address: BrokerAddress) -> None:
-    """Two devices and an aggregator with its broker train a head, tell it by callbacks, and classify with it."""
+def test_fleet_in_one_process(
+    tmp_path: Path, address: BrokerAddress, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two devices and an aggregator with its broker train a head, report events, and classify with it.
+
+    A callback that fails is logged, and later events arrive all the same. Another device runs once.
+    """
     task = write_task(tmp_path, classes=CLASSES, quorum=2)
     uploads, heads, installed, received = Events(), Events(), Events(), Events()
     broker = f"{address.host}:{address.port}"
     aggregator = protofleet.Aggregator(
         task, state=tmp_path / "state", broker=broker, embedded_broker=True, on_submission=uploads, on_head=heads
     )  # fmt: skip
-    first = device(tmp_path, broker, 0, on_head=installed, on_submission=received)
+    every = Events()
+
+    def fail(event: object) -> None:
+        every(event)
+        if isinstance(event, events.BrokerConnected):
+            raise TypeError("a bug")
+
+    first = device(tmp_path, broker, 0, on_head=installed, on_submission=received, on_event=fail)
     with aggregator, first, device(tmp_path, broker, 1) as second:
         image = tmp_path / "photos-0" / "3"
         path = next(iter(sorted(image.iterdir())))
@@ -78,30 +98,47 @@ def test_fleet_in_one_process(tmp_path: Path, address: BrokerAddress) -> None:
         assert reasons[1:] == [("labels", "fewer than 20 predictions")] * 2, "of the devices' labeled images"
         assert reasons[0] == ("none", "no evidence of uneven classes"), "model.onnx has none"
         assert models[0].classes == CLASSES
-        assert heads.wait_for("head activated").fields["version"] == 1
-        assert installed.wait_for("head in use").fields["head"] == 1
-        received.wait_for("submission received by the aggregator")
-        assert {event.fields["device"] for event in uploads.seen} == {"shed-0", "shed-1"}
+        assert heads.wait_for(events.HeadActivated).version == 1
+        used = installed.wait_for(events.HeadInstalled)
+        assert (used.version, used.round, used.images) == (1, None, 4)
+        digest = received.wait_for(events.SubmissionReceived).submission
+        assert digest == first.status().submission
+        assert {each.device for each in uploads.seen if isinstance(each, events.SubmissionAccepted)} == {
+            "shed-0",
+            "shed-1",
+        }
+        followed = every.wait_for(events.TaskReceived)
+        assert (followed.algorithm, followed.classes) == ("fedtc", CLASSES)
+        kinds = [type(each) for each in every.seen]
+        assert kinds.index(events.BrokerConnected) < kinds.index(events.HeadInstalled), "after a failure"
+        assert "a callback failed: BrokerConnected" in caplog.text
         status = aggregator.status()
         (head,) = status.heads
         identities = {(each.head_version, each.round, each.head, each.task) for each in predictions}
         assert identities == {(1, None, head.sha256, status.task)}
         assert status.running
-        assert second.status()["device_id"] == "shed-1"
+        assert (second.status().device_id, second.status().problem) == ("shed-1", "")
         assert len(status.devices) == 2
+        once = device(tmp_path, broker, 2, aggregator_key=status.aggregator_key)
+        assert once.run_once(TIMEOUT_S).predict(path).head == predictions[0].head
+        assert not once.is_running
     assert not any(each.is_running for each in (aggregator, first, second))
     assert not aggregator.status().running
-    assert aggregator.model().predict(path).label == first.model().predict(path).label
+    with aggregator.model() as fused, first.model() as installed_model:
+        assert fused.predict(path).label == installed_model.predict(path).label
+    installed_model.close()
+    with pytest.raises(protofleet.ProtofleetError, match="closed"):
+        installed_model.predict(path)
 
 
 def test_device_starts_again_after_a_stop(tmp_path: Path, broker: str) -> None:
     """A stop ends its threads and frees the state directory; it can be used by another object, too."""
-    threads, events = threading.active_count(), Events()
-    one, other = (device(tmp_path, broker, 0, on_event=events) for _ in range(2))
+    threads, seen = threading.active_count(), Events()
+    one, other = (device(tmp_path, broker, 0, on_event=seen) for _ in range(2))
     for each in (one, one, other):
-        events.seen.clear()
+        seen.seen.clear()
         with each:
-            events.wait_for("connected to the broker")
+            seen.wait_for(events.BrokerConnected)
             with pytest.raises(protofleet.ProtofleetError, match="runs already"):
                 each.start()
         assert not each.is_running
@@ -115,25 +152,42 @@ def test_state_directory_of_a_running_device_is_refused(tmp_path: Path, broker: 
         device(tmp_path, broker, 0).start()
 
 
-def test_callback_may_fail_or_stop_the_service(
-    tmp_path: Path, broker: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A failure is logged, and later events arrive all the same; stopping from a callback waits for no one."""
+def test_callback_may_stop_the_service(tmp_path: Path, broker: str) -> None:
+    """Stopping from a callback waits for no one."""
     stopped = threading.Event()
 
-    def call(event: protofleet.Event) -> None:
-        if event.message == "connected to the broker":
-            raise ValueError("a bug")
-        if event.message == "waiting for the fleet's task":
+    def call(event: object) -> None:
+        if isinstance(event, events.BrokerConnected):
             one.stop()
             stopped.set()
 
     one = device(tmp_path, broker, 0, on_event=call)
-    with caplog.at_level(logging.ERROR):
-        one.start()
-        assert stopped.wait(TIMEOUT_S)
-    assert "a callback failed: connected to the broker" in caplog.text
+    one.start()
+    assert stopped.wait(TIMEOUT_S)
     assert one.wait(0)
+
+
+def test_keys_and_the_mode_reach_the_device(
+    tmp_path: Path, broker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that has not ended after its timeout is stopped, and the next one is a service again."""
+    seen: list[Settings] = []
+
+    class Recorded(service.Device):
+        def __init__(self, settings: Settings, store: DeviceState) -> None:
+            seen.append(settings)
+            super().__init__(settings, store)
+
+    monkeypatch.setattr(service, "Device", Recorded)
+    keys = {"aggregator_key": "AB" * 32, "second_operator": "cd" * 32, "max_epsilon": 3.0}
+    one = device(tmp_path, broker, 0, **keys)
+    with pytest.raises(TimeoutError, match="not ended after 0 s"):
+        one.run_once(0)
+    with one:
+        pass
+    assert [settings.mode for settings in seen] == [Mode.ONCE, Mode.SERVICE]
+    assert seen[0].identity.aggregator_key == bytes([0xAB] * 32)
+    assert (seen[0].second_operator, seen[0].max_epsilon) == (bytes([0xCD] * 32), 3.0)
 
 
 def test_head_that_does_not_come_is_a_timeout(tmp_path: Path, broker: str) -> None:
@@ -152,6 +206,10 @@ def test_settings_are_checked_before_the_start(tmp_path: Path) -> None:
         protofleet.Device(tmp_path / "missing", broker="127.0.0.1")
     with pytest.raises(ConfigError, match="expected a broker"):
         protofleet.Device(tmp_path)
+    with pytest.raises(ConfigError, match="public key as aggregator_key, 64 hex digits, got 'ab'"):
+        protofleet.Device(tmp_path, broker="127.0.0.1", aggregator_key="ab")
+    with pytest.raises(ConfigError, match="second_operator needs max_epsilon"):
+        protofleet.Device(tmp_path, broker="127.0.0.1", second_operator="ab" * 32)
     store = open_store(tmp_path / "aggregator")
     enroll(store, "shed-1", broker="broker.example", fleet="orchard", out=tmp_path / "shed-1")
     store.close()

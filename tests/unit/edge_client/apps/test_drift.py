@@ -15,7 +15,7 @@ from edge_client.apps.drift import DriftMonitor, drift_score
 from edge_client.apps.head_in_use import HeadInUse
 from edge_client.data.decoding import decode
 from edge_client.data.extraction import ISOLATED, Refusal, feature_of
-from edge_client.storage.stored_values import DRIFT_AGE_S, Drift
+from edge_client.storage.app_files import DRIFT_AGE_S, Drift, read_value, write_value
 from protocol.wire.messages import DRIFT_LIMIT
 from tests.support.devices.device_bench import CONSTANT, HeadBench
 from tests.support.devices.device_factory import noise
@@ -69,21 +69,21 @@ def test_programs_that_predict_store_the_score_and_the_device_reports_it(
     using = HeadInUse(bench.store, provider="cpu", threads=1).follow()
     using.run(noise())
     using.run(noise())
-    assert bench.store.get(Drift) == Drift()
+    assert read_value(bench.store.folder, Drift) == Drift()
     monkeypatch.setattr(drift, "INTERVAL_S", 0.0)
-    monitor = DriftMonitor(bench.store, using.head, (using.backbones[0].sha256,))
+    monitor = DriftMonitor(bench.store.folder, using.head, (using.backbones[0].sha256,))
     feature = feature_of(decode(bench.settings.data / "cat" / "0000.png"), using.backbones)
     assert not isinstance(feature, Refusal)
     for _ in range(3):
         monitor.observe(5 * feature)
     _wait_for_comparison()
-    found = bench.store.get(Drift)
+    found = read_value(bench.store.folder, Drift)
     assert (found.images, found.score > DRIFT_LIMIT) == (3, True)
     assert abs(found.tested_s - time.time()) < 60
     assert "images differ from the labeled ones" in caplog.text
     bench.scan()
     assert bench.info.drift == found.score
-    bench.store.set(Drift(score=found.score, images=3, tested_s=time.time() - DRIFT_AGE_S))
+    write_value(bench.store.folder, Drift(score=found.score, images=3, tested_s=time.time() - DRIFT_AGE_S))
     bench.scan()
     assert not isinstance(bench.info.drift, float)
 
@@ -95,7 +95,7 @@ def test_missing_features_are_reported_once(
     using = HeadInUse(bench.store, provider="cpu", threads=1).follow()
     monkeypatch.setattr(drift, "WINDOW", 1)
     monkeypatch.setattr(drift, "INTERVAL_S", 0.0)
-    monitor = DriftMonitor(bench.store, using.head, ("0" * 64,))
+    monitor = DriftMonitor(bench.store.folder, using.head, ("0" * 64,))
     for _ in range(3):
         monitor.observe(np.zeros(16, np.float32))
         _wait_for_comparison()
@@ -108,8 +108,8 @@ def test_no_prediction_waits_for_a_comparison(bench: HeadBench, monkeypatch: pyt
     using = HeadInUse(bench.store, provider="cpu", threads=1).follow()
     monkeypatch.setattr(drift, "WINDOW", 1)
     monkeypatch.setattr(drift, "drift_score", lambda *_: 2.0 if is_observed.wait(60) else None)
-    monitor = DriftMonitor(bench.store, using.head, tuple(each.sha256 for each in using.backbones))
+    monitor = DriftMonitor(bench.store.folder, using.head, tuple(each.sha256 for each in using.backbones))
     monitor.observe(np.zeros(16, np.float32))
     is_observed.set()
     _wait_for_comparison()
-    assert bench.store.get(Drift).score == 2.0
+    assert read_value(bench.store.folder, Drift).score == 2.0

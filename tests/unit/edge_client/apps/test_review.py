@@ -25,10 +25,10 @@ from edge_client.data.decoding import decode, pixel_digest
 from edge_client.data.extraction import extract
 from edge_client.data.images import LabeledImage, find_images
 from edge_client.predict import head
-from edge_client.storage import stored_values
+from edge_client.storage import app_files
+from edge_client.storage.app_files import Kept, write_value
 from edge_client.storage.culprits import Culprits
 from edge_client.storage.feature_cache import FeatureCache
-from edge_client.storage.stored_values import Kept
 from protocol.errors import ConfigError
 from protocol.mqtt.tls import BrokerAddress
 from tests.support.devices.device_bench import HeadBench
@@ -168,13 +168,13 @@ def test_command_lists_findings(tmp_path: Path, using: HeadBench, output: str) -
 def test_command_omits_kept_images(tmp_path: Path, using: HeadBench) -> None:
     where = review_folder(tmp_path / "review")
     wrong = next(image for image in where.images() if image.path.name == "wrong.png")
-    using.store.set(Kept() + wrong.identity)
+    write_value(using.store.folder, Kept() + wrong.identity)
     for arguments, labels in (([], 1), (["--all"], 2)):
         assert f"labels to check: {labels}\n" in _command(using, where.data, *arguments).stdout
 
 
 def test_newest_kept_images_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_values, "MOST_KEPT", 2)
+    monkeypatch.setattr(app_files, "MOST_KEPT", 2)
     assert (Kept() + "a" + "b" + "a" + "c").images == ("a", "c")
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from edge_client.data import decoding_memory, extraction
-from edge_client.data.decoding import decode, decoded
+from edge_client.data.decoding import decode
 from edge_client.data.decoding_memory import available_bytes, limit_bytes, reserve
 from edge_client.data.extraction import Extraction, extract, feature_batches
 from edge_client.data.images import LabeledImage, find_images, unlabeled
@@ -132,30 +132,6 @@ def test_decoding_never_runs_far_ahead(tmp_path: Path) -> None:
         done += len(batch)
         assert taken <= done + 4
     assert done == len(found)
-
-
-def test_no_image_is_decoded_while_runs_of_the_backbones_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A crash at an image that is decoded ahead would count as one of the head, which three of them replace."""
-    images = find_images(write_images(tmp_path / "data", count=8), CLASSES)
-    is_running, overlaps = threading.Event(), list[bool]()
-
-    def decode_slowly(path: Path) -> contextlib.AbstractContextManager[Image.Image]:
-        if path == images[4].path:
-            overlaps.append(is_running.wait(timeout=1.0))
-        return decoded(path)
-
-    @contextlib.contextmanager
-    def count() -> Iterator[None]:
-        is_running.set()
-        yield
-        is_running.clear()
-
-    monkeypatch.setattr(extraction, "decoded", decode_slowly)
-    batches = feature_batches(images, [tiny(tmp_path)], batch_size=4, run_backbones=count)
-    assert sum(map(len, batches)) == len(images)
-    assert overlaps == [False]
 
 
 def test_pipe_in_place_of_an_image_does_not_block(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A device's state directory, its outbox, and counts of the program's ends."""
 
+import contextlib
 import itertools
 import os
 import random
@@ -14,14 +15,15 @@ from unittest.mock import patch
 
 import msgspec
 import pytest
+from edge_client.storage.crash_counter import MAX_CRASHES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_client.agent.state import UploadItem
 from edge_client.storage import outbox, stored_values
-from edge_client.storage.crash_counter import MAX_CRASHES
 from edge_client.storage.device_state import DeviceState, default_device_id
 from edge_client.storage.disk_space import DiskAlmostFull
+from edge_client.storage.head_trials import MAX_FAILURES
 from edge_client.storage.stored_values import (
     Epoch,
     EvaluatedHead,
@@ -30,7 +32,15 @@ from edge_client.storage.stored_values import (
     InstalledHead,
     SubmissionSequence,
 )
-from protocol.errors import CrashedBefore, GraphRefused, Interrupted, ProtofleetError, StateError
+from protocol.errors import (
+    BackboneMismatch,
+    CrashedBefore,
+    GraphRefused,
+    Interrupted,
+    ProtofleetError,
+    RuntimeMissing,
+    StateError,
+)
 from protocol.wire.codec import digest_of
 from tests.support.machine_faults import full_disk
 
@@ -157,9 +167,6 @@ def test_a_run_that_works_resets_the_count(
 ) -> None:
     """One that is refused or stopped does not count, and earlier ends stay."""
     end(state)
-    with state.crash_counter.guard(GRAPH, what="it", is_part=True):
-        pass
-    assert state.crash_counter.crashes(GRAPH) == 1
     try:
         with state.crash_counter.guard(GRAPH, what="it"):
             if end_of_run is not None:
@@ -189,27 +196,75 @@ def head(version: int) -> InstalledHead:
 
 
 def test_a_head_that_fails_three_times_in_use_gives_way_to_the_previous_one(state: DeviceState) -> None:
-    """By its own refusals too, and only if nothing works in between; one of two programs at a time counts."""
+    """Only if it does not work in between; who reads sees it at once, and the service stores it."""
+    trials = DeviceState(state.folder, read_only=True).head_trials
 
-    def fail(*, beside_another: bool) -> None:
-        with state.run_head(head(2)):
-            if beside_another:
-                with DeviceState(state.folder).run_head(head(2)):
-                    pass
+    def fail() -> None:
+        with pytest.raises(GraphRefused), trials.count(head(2).key):
             raise GraphRefused
 
     state.set(Heads(head(2), head(1)))
-    for number in range(MAX_CRASHES + 1):
-        with state.run_head(head(2), is_part=True):
-            pass
-        with pytest.raises(GraphRefused):
-            fail(beside_another=number == 1)
-        if number == 0:
-            with state.run_head(head(2)):
-                pass
-    assert DeviceState(state.folder, read_only=True).heads_in_use() == Heads(head(2), head(1))
-    assert state.heads_in_use() == state.get(Heads) == Heads(head(1))
+    fail()
+    with trials.count(head(2).key):
+        pass
+    for _ in range(MAX_FAILURES):
+        assert state.leave_failed_heads() == state.heads_in_use() == Heads(head(2), head(1))
+        fail()
+    assert DeviceState(state.folder, read_only=True).heads_in_use() == Heads(head(1))
+    assert state.get(Heads) == Heads(head(2), head(1))
+    assert state.leave_failed_heads() == state.get(Heads) == Heads(head(1))
     assert state.get(HeadProblem).text == "head 2 failed 3 times in use"
+    with pytest.raises(CrashedBefore), state.crash_counter.guard(head(2).key, what="the head"):
+        pytest.fail("it ran")
+    assert trials.failures(head(2).key) == 0, "the row counts now"
+
+
+@pytest.mark.parametrize(
+    ("end", "failures"),
+    [(GraphRefused, 1), (BackboneMismatch, 1), (MemoryError, 1), (None, 0), (StateError, 0), (RuntimeMissing, 0),
+     (KeyboardInterrupt, 0), (SystemExit, 0)],
+)  # fmt: skip
+def test_a_trial_counts_unless_it_works_or_ends_for_another_reason(
+    state: DeviceState, end: type[BaseException] | None, failures: int
+) -> None:
+    """A trial that still runs is no failure, and another program that runs a head meanwhile counts nothing."""
+    with contextlib.suppress(end or GraphRefused), state.head_trials.count(b"k"):
+        assert state.head_trials.failures(b"k") == 0
+        with pytest.raises(GraphRefused), DeviceState(state.folder).head_trials.count(b"k"):
+            raise GraphRefused
+        if end is not None:
+            raise end
+    assert state.head_trials.failures(b"k") == failures
+    assert (state.folder / "apps" / "trials" / b"k".hex()).exists() == bool(failures)
+
+
+def test_a_killed_trial_counts(state: DeviceState) -> None:
+    program = (
+        "import os, signal, sys; from pathlib import Path; from edge_client.storage.head_trials import HeadTrials\n"
+        "with HeadTrials(Path(sys.argv[1])).count(b'k'): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    for number in (1, 2):
+        subprocess.run([sys.executable, "-c", program, state.folder], check=False, timeout=60)
+        assert state.head_trials.failures(b"k") == number
+
+
+@pytest.mark.parametrize("contents", [b"", b"-1", b"[3]", b"3" * 10**4, b"{", None])
+def test_a_malformed_count_is_logged_and_taken_for_none(
+    state: DeviceState, contents: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder in its place, too; the next trial counts."""
+    file = state.folder / "apps" / "trials" / b"k".hex()
+    if contents is None:
+        file.mkdir()
+    else:
+        file.write_bytes(contents)
+    assert [state.head_trials.failures(b"k") for _ in range(2)] == [0, 0]
+    assert caplog.text.count("malformed file not used") == 1
+    state.head_trials.keep_only([])
+    if contents is not None:
+        with pytest.raises(GraphRefused), state.head_trials.count(b"k"):
+            raise GraphRefused
+        assert state.head_trials.failures(b"k") == 1
 
 
 def test_nothing_is_counted_on_an_almost_full_disk(
@@ -220,9 +275,9 @@ def test_nothing_is_counted_on_an_almost_full_disk(
     monkeypatch.setattr("edge_client.storage.disk_space.disk_usage", lambda _: disk)
     with pytest.raises(DiskAlmostFull):
         end(state)
-    with pytest.raises(EndedError), state.run_head(head(2)):
+    with pytest.raises(EndedError), state.head_trials.count(head(2).key):
         raise EndedError
-    assert [DeviceState(state.folder).crash_counter.crashes(key) for key in (GRAPH, head(2).key)] == [0, 0]
+    assert (state.crash_counter.crashes(GRAPH), state.head_trials.failures(head(2).key)) == (0, 0)
 
 
 TASK = b"t" * 32

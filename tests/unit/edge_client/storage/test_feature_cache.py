@@ -61,6 +61,22 @@ def test_features_of_several_backbones_are_side_by_side(cache: FeatureCache) -> 
         cache.matrix(order, "c", "b", size=4)
 
 
+def test_a_reader_gets_the_features_that_are_stored_and_misses_no_other(tmp_path: Path) -> None:
+    """Another program prunes the file meanwhile: what it has deleted is not there, for either backbone."""
+    writer = FeatureCache(tmp_path / "features.sqlite")
+    writer.put("b", rows(4, length=2), [("bad", "broken")])
+    writer.put("c", rows(3, length=1), [])
+    reader = FeatureCache(tmp_path / "features.sqlite", read_only=True)
+    wanted = ["3", "bad", "2", "0", "unheard of"]
+    assert {name: list(each) for name, each in reader.stored_features(wanted, "c", "b").items()} == {
+        "2": [2, 2, 2],
+        "0": [0, 0, 0],
+    }
+    writer.prune(["0", "3"], "b", "c")
+    assert list(reader.stored_features(wanted, "b")) == ["3", "0"]
+    assert reader.stored_features([], "b") == {}
+
+
 def test_pruning_deletes_missing_images_and_shrinks_the_file(tmp_path: Path) -> None:
     cache = FeatureCache(tmp_path / "features.sqlite")
     for backbone in ("old", "new"):
