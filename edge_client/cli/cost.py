@@ -30,12 +30,11 @@ def measure(*, data: Path, backbones: Sequence[Path], **options: Any) -> dict[st
     Raises:
         ProtofleetError: a backbone or the images cannot be used.
     """
-    from edge_client.agent.state import Mode
+    from edge_client.agent.state import Mode, StoredState
     from edge_client.config import Settings
     from edge_client.data import file_ages
     from edge_client.service.device import Device
     from edge_client.storage.device_state import DeviceState
-    from edge_client.storage.stored_values import CurrentTask
     from protocol.wire.codec import encode
     from protocol.wire.messages import BlobRef, TaskManifest
 
@@ -67,7 +66,7 @@ def measure(*, data: Path, backbones: Sequence[Path], **options: Any) -> dict[st
             min_images=2,
             prototypes="auto",
         )
-        store.set(CurrentTask(store.blobs.put(encode(manifest))))
+        store.set(StoredState(task=store.blobs.put(encode(manifest))))
         # Otherwise a first scan of new images would wait, which is no cost of a backbone.
         time.sleep(file_ages.SETTLE_S)
         begin_s = time.perf_counter()

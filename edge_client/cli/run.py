@@ -154,10 +154,9 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     min_devices: int | None, **access_given: Any,
 ) -> int:  # fmt: skip
     with loading_modules():
-        from edge_client.agent.state import Mode
+        from edge_client.agent.state import Mode, StoredState
         from edge_client.config import membership
         from edge_client.service.device import Device
-        from edge_client.storage.stored_values import CurrentTask
         from protocol.mqtt.tls import readable_by_others, warnings
 
     start_logging(verbose=verbose)
@@ -193,7 +192,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         return 0
     store = open_state(state, member.fleet, lock=True)
     device_id = store.device_id(member.device_id)
-    if member.broker is None and not (dry_run and store.get(CurrentTask).digest):
+    if member.broker is None and not (dry_run and store.get(StoredState).task):
         raise click.UsageError("missing broker: pass --broker HOST[:PORT]")
     notes = warnings(member.access, member.broker) if member.broker else []
     if enrollment is not None:

@@ -56,7 +56,6 @@ from edge_client.storage.job_folder import (
     Worked,
 )
 from edge_client.storage.stored_values import (
-    HeadProblem,
     LeftOut,
     StoredInitialModel,
     StoredLocalModel,
@@ -98,7 +97,6 @@ _READ = (
     LeftOut,
     StoredLocalModel,
     StoredInitialModel,
-    HeadProblem,
 )
 """Facts that jobs read."""
 

@@ -14,7 +14,7 @@ from edge_client.privacy.policy import HEAD_REFUSED
 from edge_client.runtime.backbone import Backbone
 from edge_client.runtime.onnx_model import isolated_models
 from edge_client.storage.job_folder import Installed, Line
-from edge_client.storage.stored_values import HeadProblem, Heads, InstalledHead, SubmissionReport
+from edge_client.storage.stored_values import Heads, InstalledHead, SubmissionReport
 from edge_client.submission.head_evaluation import (
     balanced,
     correct_answers,
@@ -77,7 +77,6 @@ class HeadInstaller:
             # A graph of the task that is bound to the head's tensors refuses those.
             has_vote |= isinstance(error, GraphRefused) and not isinstance(error, CrashedBefore)
         reason = f"head {install.head.version} refused, the previous head stays in use: {problem}"
-        self._store.set(HeadProblem(reason))
         report = self._report(install, problem) if has_vote else None
         return Installed(head=key, report=report, reason=reason)
 
@@ -154,7 +153,7 @@ class HeadInstaller:
             encode(evaluation),
             task=install.task,
             about=installed.key.hex(),
-            facts=(Heads(installed, previous), HeadProblem()),
+            facts=(Heads(installed, previous),),
         )
         self.line = Line(
             log.name,

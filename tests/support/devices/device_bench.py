@@ -20,12 +20,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.agent.state import Mode, UploadItem, head_key
+from edge_client.agent.state import Mode, StoredState, UploadItem, head_key
 from edge_client.cli.status import device_status
 from edge_client.service.device import Device
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.job_folder import Shown
-from edge_client.storage.stored_values import HeadProblem
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Drained, Outgoing, Received
 from protocol.wire.codec import decode, digest_of, encode
@@ -427,7 +426,7 @@ class _TaskBench(DeviceBench):
         item = reports.get(head_key(head))
         payload = payload_of(self.store, item) if item is not None else b""
         report = decode(payload, Evaluation, max_bytes=len(payload)) if item is not None else None
-        return Installed(self.store.get(HeadProblem).text, report)
+        return Installed(self.store.get(StoredState).problems.get("head", ""), report)
 
 
 class HeadBench(_TaskBench):

@@ -11,7 +11,7 @@ import numpy as np
 
 from aggregator.intake.validation import read_message
 from edge_client.agent import events
-from edge_client.agent.state import UploadItem
+from edge_client.agent.state import StoredState, UploadItem
 from edge_client.config import Settings
 from edge_client.data.extraction import Isolate
 from edge_client.service.device import Device
@@ -19,7 +19,6 @@ from edge_client.service.jobs import JobEvent, Jobs, ShowDryRun
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.job_folder import Shown
-from edge_client.storage.stored_values import BuildProblem
 from edge_client.submission.image_features import Workspace
 from protocol.statistics.public_map import PublicMap
 from protocol.wire.codec import digest_of, encode
@@ -172,6 +171,6 @@ class PrivateBench:
 
     def info(self) -> DeviceInfo:
         device = Device(self.settings, self.store)
-        problem = self.store.get(BuildProblem).text
+        problem = self.store.get(StoredState).problems.get("build", "")
         device._state = replace(device._state, task=self.task, manifest=self.manifest, build_problem=problem)
         return device.info()

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from aggregator.security.enrollment import enroll
 from aggregator.storage.open_store import open_store
+from edge_client.agent.state import StoredState
 from edge_client.cli import cli
 from edge_client.cli.run import _show_dry_run
 from edge_client.config import Settings
@@ -19,13 +20,11 @@ from edge_client.service import device
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import (
     ClassReport,
-    CurrentTask,
     DeviceName,
     ExtractionProgress,
     Heads,
     InstalledHead,
     LeftOut,
-    Problems,
     SubmissionReport,
 )
 from edge_client.submission.prepared_submission import PreparedSubmission
@@ -76,12 +75,12 @@ def test_status_shows_whether_the_submission_was_received(here: Path) -> None:
     state = DeviceState(here / "one")
     report = SubmissionReport(size_bytes=10)
     item = state.outbox.keep("submission", b"submission", task=b"t" * 32, about="", facts=(report,))
-    state.set(Problems({"upload": "the aggregator has no space"}))
+    state.set(StoredState(problems={"upload": "the aggregator has no space"}))
     output = _status()
     assert "submission 10 bytes, not received yet" in output
     assert "problem    the aggregator has no space" in output
     state.outbox.receive(item.digest)
-    state.set(Problems())
+    state.set(StoredState())
     output = json.loads(_status("--json"))
     assert (output["submission"], output["received"], output["problem"]) == (item.digest.hex(), True, "")
 
@@ -172,7 +171,7 @@ def test_a_repeatable_option_takes_a_value_or_a_list_from_a_file(tmp_path: Path,
 )
 def test_status_shows_the_head(here: Path, values: dict[str, Any], shown: str) -> None:
     installed = InstalledHead(head=b"", version=3, backbones=(), classes=(), **values)
-    DeviceState(here / "one").set(Heads(installed), CurrentTask(b"a" * 32))
+    DeviceState(here / "one").set(Heads(installed), StoredState(task=b"a" * 32))
     assert f"head       {shown}\n" in _status()
 
 

@@ -19,15 +19,13 @@ from edge_client.storage.crash_counter import MAX_CRASHES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_client.agent.state import UploadItem
+from edge_client.agent.state import StoredState, UploadItem
 from edge_client.storage import outbox, stored_values
 from edge_client.storage.device_state import DeviceState, default_device_id
 from edge_client.storage.disk_space import DiskAlmostFull
 from edge_client.storage.head_trials import MAX_FAILURES
 from edge_client.storage.stored_values import (
     Epoch,
-    EvaluatedHead,
-    HeadProblem,
     Heads,
     InstalledHead,
     SubmissionSequence,
@@ -50,7 +48,7 @@ def test_facts_survive_a_restart(tmp_path: Path) -> None:
     state = DeviceState(tmp_path)
     head = InstalledHead(head=b"\0\xff" * 16, version=3, backbones=(b"b" * 32,), classes=("a", "ü"), round=4)
     stored = (
-        stored_values.CurrentTask(b"t" * 32),
+        StoredState(task=b"t" * 32),
         stored_values.SubmissionReport(
             (stored_values.ClassReport("a", 9, 2, (7,)),), (("a/1.png", "broken"),), 77
         ),
@@ -213,7 +211,7 @@ def test_a_head_that_fails_three_times_in_use_gives_way_to_the_previous_one(stat
     assert DeviceState(state.folder, read_only=True).heads_in_use() == Heads(head(1))
     assert state.get(Heads) == Heads(head(2), head(1))
     assert state.leave_failed_heads() == state.get(Heads) == Heads(head(1))
-    assert state.get(HeadProblem).text == "head 2 failed 3 times in use"
+    assert state.get(StoredState).problems.get("head", "") == "head 2 failed 3 times in use"
     with pytest.raises(CrashedBefore), state.crash_counter.guard(head(2).key, what="the head"):
         pytest.fail("it ran")
     assert trials.failures(head(2).key) == 0, "the row counts now"
@@ -341,7 +339,7 @@ def test_acknowledged_evaluation_is_deleted(state: DeviceState) -> None:
     assert state.outbox.items() == (submission, evaluation)
     assert state.outbox.receive(evaluation.digest, facts=(EvaluatedHead(bytes.fromhex(KEY)),))
     assert state.outbox.items() == (submission,)
-    assert (state.get(Epoch).number, state.get(EvaluatedHead).key.hex()) == (7, KEY)
+    assert (state.get(Epoch).number, state.get(StoredState).evaluated.hex()) == (7, KEY)
 
 
 def test_submission_above_the_limit_is_refused(state: DeviceState, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,23 +14,22 @@ import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from edge_client.submission.extraction_progress import LOG_INTERVAL_S, STORE_INTERVAL_S, ProgressReporter
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
+from edge_client.agent.state import StoredState
 from edge_client.cli import cli
 from edge_client.data.images import NoImages
 from edge_client.predict.head import Result
 from edge_client.runtime.backbone import Backbone
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import (
-    BuildProblem,
-    CurrentTask,
     DeviceName,
     ExtractionProgress,
     Secret,
 )
 from edge_client.submission.builder import LOST_IMAGES
-from edge_client.submission.extraction_progress import LOG_INTERVAL_S, STORE_INTERVAL_S, ProgressReporter
 from edge_client.submission.head_evaluation import evaluate_head
 from edge_client.submission.prepared_submission import (
     PreparedSubmission,
@@ -174,7 +173,7 @@ def test_a_submission_of_images_that_are_gone_still_counts(
 ) -> None:
     """Without any image nothing is uploaded: status says so, and what removes the last submission."""
     bench = PrivateBench(tmp_path, differential_privacy=None)
-    bench.store.set(DeviceName("shed-1"), CurrentTask(bench.task))
+    bench.store.set(DeviceName("shed-1"), StoredState(task=bench.task))
     bench.upload()
 
     def shown() -> str:
@@ -187,7 +186,7 @@ def test_a_submission_of_images_that_are_gone_still_counts(
     shutil.rmtree(bench.data)
     bench.data.mkdir()
     assert "no image of the task's classes" in bench.refused()
-    bench.store.set(BuildProblem(bench.build().reason))
+    bench.store.set(StoredState(problems={"build": bench.build().reason}))
     assert advice in shown()
     assert [text for text in caplog.messages if text.startswith(LOST_IMAGES)] == [
         f"{LOST_IMAGES} name={name} images=0 before=40" for name in CLASSES

@@ -17,12 +17,13 @@ from PIL import Image
 
 from aggregator.intake.validation import Expectation, check_noisy_sums
 from edge_client.agent import events
+from edge_client.agent.state import StoredState
 from edge_client.privacy import policy
 from edge_client.privacy.policy import BUDGET, FAILED
 from edge_client.service.device import Device
 from edge_client.storage import privacy_ledger
 from edge_client.storage.privacy_ledger import LOST
-from edge_client.storage.stored_values import BuildProblem, PrivacySpent, SubmissionReport
+from edge_client.storage.stored_values import PrivacySpent, SubmissionReport
 from edge_client.submission import private_submission
 from edge_client.submission.image_features import Workspace, training_feature_keys
 from edge_client.submission.prepared_submission import encode_submission
@@ -327,7 +328,7 @@ def test_any_failure_uploads_nothing(bench: PrivateBench, monkeypatch: pytest.Mo
         bring_about(bench, patched)
         assert bench.refused() == reason
         assert bench.build().retries == (reason == FAILED), "it may pass, and costs nothing more"
-    bench.store.set(BuildProblem(reason))
+    bench.store.set(StoredState(problems={"build": reason}))
     assert "secret" not in bench.info().problem
     assert bench.info().problem
 
