@@ -265,7 +265,7 @@ def test_only_images_whose_preprocessing_has_changed_are_computed_again(tmp_path
         )
         earlier.execute("DELETE FROM contents WHERE identity LIKE '%.pgm'")
         earlier.execute("UPDATE contents SET digest = zeroblob(16)")
-        earlier.executescript("ALTER TABLE contents DROP COLUMN preprocessing; PRAGMA user_version = 1;")
+        earlier.execute("UPDATE contents SET preprocessing = 1")
     upgraded = Extractor(tmp_path)
     assert upgraded(images) == Extraction(computed=3, cached=3, refused=())
     features[:3] = 0

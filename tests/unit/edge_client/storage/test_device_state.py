@@ -15,14 +15,12 @@ from unittest.mock import patch
 
 import msgspec
 import pytest
-from edge_client.storage.crash_counter import MAX_CRASHES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_client.agent.state import StoredState, UploadItem
 from edge_client.storage import outbox, stored_values
 from edge_client.storage.device_state import DeviceState, default_device_id
-from edge_client.storage.disk_space import DiskAlmostFull
 from edge_client.storage.head_trials import MAX_FAILURES
 from edge_client.storage.stored_values import (
     Epoch,
@@ -34,7 +32,6 @@ from protocol.errors import (
     BackboneMismatch,
     CrashedBefore,
     GraphRefused,
-    Interrupted,
     ProtofleetError,
     RuntimeMissing,
     StateError,
@@ -119,9 +116,6 @@ def test_unusable_directory_is_named_in_the_error(tmp_path: Path) -> None:
         DeviceState(tmp_path, read_only=True)
 
 
-GRAPH = b"g" * 32
-
-
 class EndedError(Exception):
     """Stands for the end of the program: nothing handles it."""
 
@@ -129,64 +123,6 @@ class EndedError(Exception):
 @pytest.fixture
 def state(tmp_path: Path) -> DeviceState:
     return DeviceState(tmp_path)
-
-
-def end(state: DeviceState, digest: bytes = GRAPH, *, progress: bool = False) -> None:
-    def run() -> None:
-        with state.crash_counter.guard(digest, what="it") as on_progress:
-            if progress:
-                on_progress()
-            raise EndedError
-
-    with pytest.raises(EndedError):
-        run()
-
-
-def test_what_ended_the_program_three_times_is_not_run_again(tmp_path: Path, state: DeviceState) -> None:
-    """Across restarts; something else runs, and the operator can insist."""
-    for _ in range(MAX_CRASHES):
-        end(DeviceState(tmp_path))
-    for _ in range(2):
-        with (
-            pytest.raises(CrashedBefore, match="ended 3 times while it ran it"),
-            DeviceState(tmp_path).crash_counter.guard(GRAPH, what="it"),
-        ):
-            pytest.fail("it ran")
-    with state.crash_counter.guard(b"other", what="it"):
-        assert state.crash_counter.crashes(b"other") == 0
-    with state.crash_counter.guard(GRAPH, what="it", max_crashes=None):
-        pass
-    assert state.crash_counter.crashes(GRAPH) == 0
-
-
-@pytest.mark.parametrize("end_of_run", [None, GraphRefused, StateError, Interrupted, KeyboardInterrupt])
-def test_a_run_that_works_resets_the_count(
-    state: DeviceState, end_of_run: type[BaseException] | None
-) -> None:
-    """One that is refused or stopped does not count, and earlier ends stay."""
-    end(state)
-    try:
-        with state.crash_counter.guard(GRAPH, what="it"):
-            if end_of_run is not None:
-                raise end_of_run
-    except (GraphRefused, StateError, Interrupted, KeyboardInterrupt):
-        pass
-    assert state.crash_counter.crashes(GRAPH) == (1 if end_of_run else 0)
-
-
-def test_ends_after_progress_are_counted_anew(state: DeviceState) -> None:
-    """Features and checkpoints that are on disk are not computed again: the next end is at another place."""
-    for _ in range(2 * MAX_CRASHES):
-        end(state, progress=True)
-    assert state.crash_counter.crashes(GRAPH) == 1
-
-
-def test_a_run_during_an_orderly_end_does_not_count(state: DeviceState) -> None:
-    """The operator stops the program while a slow graph runs."""
-    running = state.crash_counter.guard(GRAPH, what="it")
-    running.__enter__()
-    state.crash_counter.stop()
-    assert DeviceState(state.folder).crash_counter.crashes(GRAPH) == 0
 
 
 def head(version: int) -> InstalledHead:
@@ -271,11 +207,9 @@ def test_nothing_is_counted_on_an_almost_full_disk(
     """There may be room for a count, and then none for its deletion: three builds or predictions would be the last."""
     disk = SimpleNamespace(total=3 * 1024**2, free=44 * 1024)
     monkeypatch.setattr("edge_client.storage.disk_space.disk_usage", lambda _: disk)
-    with pytest.raises(DiskAlmostFull):
-        end(state)
     with pytest.raises(EndedError), state.head_trials.count(head(2).key):
         raise EndedError
-    assert (state.crash_counter.crashes(GRAPH), state.head_trials.failures(head(2).key)) == (0, 0)
+    assert state.head_trials.failures(head(2).key) == 0
 
 
 TASK = b"t" * 32
