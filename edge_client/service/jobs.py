@@ -515,8 +515,9 @@ class Jobs:
             runner.child.abort(f"malformed result of a job: {error}")
             return None
         self._release(runner)
-        if slot := self._slot(job):
-            self._kill(slot)  # who has read an image starts no clean process
+        if (slot := self._slot(job)) or len(self._runners) > 1:
+            # Who has read an image starts no clean process, and an idle one keeps the features from another one.
+            self._kill(slot)
         self._start_next()
         return happened
 

@@ -24,6 +24,7 @@ class JobThread:
     ended: int | None = None
     isolate: ClassVar[Isolate] = Backbone.isolated
     newest: ClassVar["JobThread"]
+    _all: ClassVar[list["JobThread"]] = []
 
     def __init__(self, module: str, pipe: Connection, _alive: int) -> None:
         assert module == "edge_client.job"
@@ -32,6 +33,7 @@ class JobThread:
         self.killed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="job", daemon=True)
         JobThread.newest = self
+        JobThread._all.append(self)
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> int:
@@ -45,6 +47,21 @@ class JobThread:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._pipe.fileno())) as pipe:
             pipe.shutdown(socket.SHUT_RDWR)
         self.killed.set()
+
+    @classmethod
+    def wait_for_killed(cls) -> None:
+        """Wait until killed ones have ended, too."""
+        for each in cls._all:
+            if each._code < 0:
+                each._thread.join(60)
+
+    @classmethod
+    def kill_all(cls) -> None:
+        """Kill all, and wait until they have ended."""
+        for each in cls._all:
+            each.kill()
+        cls.wait_for_killed()
+        cls._all.clear()
 
     def _run(self) -> None:
         try:

@@ -243,7 +243,7 @@ def test_a_dry_run_shows_blocks(capsys: pytest.CaptureFixture[str]) -> None:
     prepared = PreparedSubmission(
         prototypes, numbers, 6 * numbers, classes, (), block=block, moved=1, dissolved=60
     )
-    _show_dry_run(prepared, 99)
+    _show_dry_run(prepared.shown(99))
     assert capsys.readouterr().out.splitlines() == [
         "cat: 100 images, 20 held out; 80 in a block",
         "dog: 6 images, 0 held out; 1 prototype of 6 images",
@@ -252,7 +252,8 @@ def test_a_dry_run_shows_blocks(capsys: pytest.CaptureFixture[str]) -> None:
         "dissolved blocks of 60 images: the groups that are whole are prototypes",
         "1 prototype of 16 values each: 99 bytes would be uploaded; nothing was uploaded",
     ]
-    _show_dry_run(PreparedSubmission(prototypes[:0], numbers[:0], numbers[:0], classes, (), block=block), 88)
+    only_block = PreparedSubmission(prototypes[:0], numbers[:0], numbers[:0], classes, (), block=block)
+    _show_dry_run(only_block.shown(88))
     assert capsys.readouterr().out.splitlines()[-1] == "88 bytes would be uploaded; nothing was uploaded"
 
 

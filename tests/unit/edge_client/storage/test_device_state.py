@@ -20,8 +20,11 @@ from hypothesis import strategies as st
 
 from edge_client.agent.state import StoredState, UploadItem
 from edge_client.storage import outbox, stored_values
+from edge_client.storage.culprit_record import MAX_ROWS
+from edge_client.storage.culprits import MAX_DEATHS, Culprits
 from edge_client.storage.device_state import DeviceState, default_device_id
 from edge_client.storage.head_trials import MAX_FAILURES
+from edge_client.storage.job_folder import At, FromJob, Worked
 from edge_client.storage.stored_values import (
     Epoch,
     Heads,
@@ -116,13 +119,74 @@ def test_unusable_directory_is_named_in_the_error(tmp_path: Path) -> None:
         DeviceState(tmp_path, read_only=True)
 
 
-class EndedError(Exception):
-    """Stands for the end of the program: nothing handles it."""
+GRAPH = b"g" * 32
 
 
 @pytest.fixture
 def state(tmp_path: Path) -> DeviceState:
     return DeviceState(tmp_path)
+
+
+def culprits(state: DeviceState, said: list[FromJob] | None = None) -> Culprits:
+    """Return what a job is given."""
+    return Culprits([].append if said is None else said.append, deaths=state.culprits.deaths())
+
+
+def test_what_ended_three_jobs_is_not_run_again(tmp_path: Path, state: DeviceState) -> None:
+    """Across restarts; something else runs, and the operator can insist."""
+    for _ in range(MAX_DEATHS):
+        DeviceState(tmp_path).culprits.add_death(GRAPH)
+    for _ in range(2):
+        with (
+            pytest.raises(CrashedBefore, match="ended 3 times while it ran it"),
+            culprits(DeviceState(tmp_path)).running(GRAPH, what="it"),
+        ):
+            pytest.fail("it ran")
+    said: list[FromJob] = []
+    with culprits(state, said).running(b"other", what="it"):
+        assert said == [At(b"other")]
+    with culprits(state, said).running(GRAPH, what="it", max_deaths=None):
+        pass
+    assert said == [At(b"other"), At(), At(GRAPH), Worked(GRAPH), At()]
+    state.culprits.forget(GRAPH)
+    assert state.culprits.deaths() == {}
+
+
+@pytest.mark.parametrize("end_of_run", [None, GraphRefused, StateError, KeyboardInterrupt])
+def test_a_run_that_works_resets_the_count(
+    state: DeviceState, end_of_run: type[BaseException] | None
+) -> None:
+    """One that is refused does not: earlier deaths stay."""
+    state.culprits.add_death(GRAPH)
+    said: list[FromJob] = []
+    with contextlib.suppress(end_of_run or StateError), culprits(state, said).running(GRAPH, what="it"):
+        if end_of_run is not None:
+            raise end_of_run
+    assert (Worked(GRAPH) in said) == (end_of_run is None)
+
+
+def test_deaths_after_progress_are_counted_anew(state: DeviceState) -> None:
+    """Features and checkpoints that are on disk are not computed again: the next end is at another place."""
+    state.culprits.add_death(GRAPH)
+    said: list[FromJob] = []
+    with pytest.raises(StateError), culprits(state, said).running(GRAPH, what="it"):
+        raise StateError
+    assert Worked(GRAPH) not in said
+    each = culprits(state, said)
+    with pytest.raises(StateError), each.running(GRAPH, what="it"):
+        each.stored()
+        raise StateError
+    assert Worked(GRAPH) in said
+
+
+def test_few_culprits_are_kept(state: DeviceState) -> None:
+    """The newest: those of replaced tasks and heads are deleted."""
+    for number in range(MAX_ROWS + 2):
+        state.culprits.add_death(b"%03d" % number)
+        state.culprits.add_death(b"%03d" % 0)
+    kept = state.culprits.deaths()
+    assert len(kept) <= MAX_ROWS
+    assert kept[b"000".hex()] == MAX_ROWS + 3
 
 
 def head(version: int) -> InstalledHead:
@@ -142,13 +206,13 @@ def test_a_head_that_fails_three_times_in_use_gives_way_to_the_previous_one(stat
     with trials.count(head(2).key):
         pass
     for _ in range(MAX_FAILURES):
-        assert state.leave_failed_heads() == state.heads_in_use() == Heads(head(2), head(1))
+        assert state.leave_failed_heads() == (state.heads_in_use(), "") == (Heads(head(2), head(1)), "")
         fail()
     assert DeviceState(state.folder, read_only=True).heads_in_use() == Heads(head(1))
     assert state.get(Heads) == Heads(head(2), head(1))
-    assert state.leave_failed_heads() == state.get(Heads) == Heads(head(1))
-    assert state.get(StoredState).problems.get("head", "") == "head 2 failed 3 times in use"
-    with pytest.raises(CrashedBefore), state.crash_counter.guard(head(2).key, what="the head"):
+    assert state.leave_failed_heads() == (Heads(head(1)), "head 2 failed 3 times in use")
+    assert state.get(Heads) == Heads(head(1))
+    with pytest.raises(CrashedBefore), culprits(state).running(head(2).key, what="the head"):
         pytest.fail("it ran")
     assert trials.failures(head(2).key) == 0, "the row counts now"
 
@@ -207,8 +271,8 @@ def test_nothing_is_counted_on_an_almost_full_disk(
     """There may be room for a count, and then none for its deletion: three builds or predictions would be the last."""
     disk = SimpleNamespace(total=3 * 1024**2, free=44 * 1024)
     monkeypatch.setattr("edge_client.storage.disk_space.disk_usage", lambda _: disk)
-    with pytest.raises(EndedError), state.head_trials.count(head(2).key):
-        raise EndedError
+    with pytest.raises(GraphRefused), state.head_trials.count(head(2).key):
+        raise GraphRefused
     assert state.head_trials.failures(head(2).key) == 0
 
 
@@ -271,9 +335,9 @@ def test_acknowledged_evaluation_is_deleted(state: DeviceState) -> None:
     assert evaluation.head == bytes.fromhex(KEY)
     assert submission.head is None
     assert state.outbox.items() == (submission, evaluation)
-    assert state.outbox.receive(evaluation.digest, facts=(EvaluatedHead(bytes.fromhex(KEY)),))
+    assert state.outbox.receive(evaluation.digest)
     assert state.outbox.items() == (submission,)
-    assert (state.get(Epoch).number, state.get(StoredState).evaluated.hex()) == (7, KEY)
+    assert state.get(Epoch).number == 7
 
 
 def test_submission_above_the_limit_is_refused(state: DeviceState, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import sqlite3
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from edge_client.cli import cli
 from edge_client.cli.run import _show_dry_run
 from edge_client.data.principal_prototypes import basis, share_of_new
 from edge_client.service.blob_downloads import BlobDownloads
+from edge_client.service.build_report import AWAITS_BLOCK
 from edge_client.storage.image_group_record import Partition
 from edge_client.storage.stored_values import DeviceName
-from edge_client.submission.builder import AWAITS_BLOCK
 from edge_client.submission.prepared_submission import (
     NoPrototype,
     PreparedSubmission,
@@ -269,7 +270,7 @@ def test_a_block_that_is_left_out_says_why(device: BlockDevice, capsys: pytest.C
     device.put(range(60, 70), "cat")
     prepared = device.upload(classes=CLASSES[:2])
     assert prepared is not None
-    _show_dry_run(prepared, 1)
+    _show_dry_run(prepared.shown(1))
     out = capsys.readouterr().out
     assert "cat: 30 images, 0 held out; 2 prototypes of 5 images, 20 left out with their block" in out
     assert "dog: 20 images, 0 held out; 20 left out with their block" in out
@@ -401,7 +402,7 @@ def test_a_backbone_that_fails_on_an_image_dissolves_no_block(device: BlockDevic
     """Only files dissolve a block: the task gets nothing of it, and others what they had."""
     first = _uploaded(device)
     found = device.found(make_manifest(classes=CLASSES, backbones=BACKBONES[1:]))
-    device.workspace.scanned = tuple(image.identity for image in found.usable)
+    device.workspace.scan = replace(device.workspace.scan, images=found.usable)
     for _ in range(2):
         device.unusable = {0}
         assert device.upload(classes=CLASSES, backbones=BACKBONES[1:]) is None
@@ -444,7 +445,7 @@ def test_the_last_submission_counts_while_a_block_awaits_an_image(
     """Log, status and info say so; a day later the block is dissolved."""
     bench = PrivateBench(tmp_path, differential_privacy=None, prototypes="auto", batch_size=5)
     bench.store.set(DeviceName("shed"))
-    bench.workspace().store.clock = clock = FakeClock()
+    bench.store.clock = clock = FakeClock()
     first = bench.build().item
     assert first is not None
     assert bench.read(first).block is not UNSET

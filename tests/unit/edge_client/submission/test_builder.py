@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from edge_client.submission.extraction_progress import LOG_INTERVAL_S, STORE_INTERVAL_S, ProgressReporter
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
@@ -23,14 +22,17 @@ from edge_client.cli import cli
 from edge_client.data.images import NoImages
 from edge_client.predict.head import Result
 from edge_client.runtime.backbone import Backbone
+from edge_client.service.build_report import LOST_IMAGES
+from edge_client.service.job_progress import LOG_INTERVAL_S, STORE_INTERVAL_S, ProgressReporter
 from edge_client.storage.device_state import DeviceState
+from edge_client.storage.job_folder import Doing
 from edge_client.storage.stored_values import (
     DeviceName,
     ExtractionProgress,
     Secret,
 )
-from edge_client.submission.builder import LOST_IMAGES
 from edge_client.submission.head_evaluation import evaluate_head
+from edge_client.submission.job_progress import ExtractionCounter
 from edge_client.submission.prepared_submission import (
     PreparedSubmission,
     prepare_prototypes,
@@ -300,13 +302,16 @@ class Extraction:
 
     def __init__(self, store: DeviceState | None) -> None:
         self.now_s = 0.0
-        self.reporter = ProgressReporter(store, images=1000, backbones=2, clock=lambda: self.now_s)
-        self.reporter.advance(400, 0)
+        self.reporter = ProgressReporter(store, clock=lambda: self.now_s)
+        self.counter = ExtractionCounter(
+            self.reporter.show, images=1000, backbones=2, clock=lambda: self.now_s
+        )
+        self.counter.advance(400, 0)
 
     def compute(self, seconds: int) -> None:
         for _ in range(seconds):
             self.now_s += 1
-            self.reporter.advance(0, 10)
+            self.counter.advance(0, 10)
 
 
 def test_a_service_logs_rate_and_estimate(caplog: pytest.LogCaptureFixture) -> None:
@@ -341,17 +346,17 @@ def test_the_bar_shows_rate_and_estimate(
     monkeypatch.setattr("sys.stderr", terminal)
     extraction = Extraction(None)
     extraction.compute(100)
-    extraction.reporter.close()
+    extraction.counter.close()
     assert "70%  5.0 images/s, 0:01:00 left" in terminal.getvalue()
     assert caplog.text == ""
 
 
-def test_an_extraction_reports_its_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_extraction_reports_its_images(tmp_path: Path) -> None:
     """Held-out and perturbed images count once, also those that are unusable."""
     data = write_images(tmp_path / "data", count=10)
     (data / "cat/broken.png").write_text("broken")
-    workspace, reported = make_workspace(tmp_path, holdout=0.4), []
-    monkeypatch.setattr(ProgressReporter, "_keep", lambda _self, progress, _now_s: reported.append(progress))
+    workspace, reported = make_workspace(tmp_path, holdout=0.4), list[Doing]()
+    workspace.show_progress = reported.append
     manifest = make_manifest(perturbation=Perturbation(on="images", scale=0.1))
     workspace.extract(manifest, should_stop=lambda: False)
-    assert [(each.done, each.total) for each in (reported[0], reported[-1])] == [(0, 21), (21, 21)]
+    assert [(each.done, each.total) for each in (reported[0], *reported[-2:])] == [(0, 21), (21, 21), (0, 0)]

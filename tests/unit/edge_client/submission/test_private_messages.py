@@ -164,8 +164,7 @@ def _evaluation(bench: PrivateBench, *, works: bool) -> Evaluation:
     file = linear_head([tiny(bench.folder)], np.ones((16, 2), dtype=np.float32), softmax=works)
     blob = BlobRef(digest=bench.store.blobs.put(file), size_bytes=len(file), name="h")
     head = HeadRef(version=1, head=blob, devices=1, prototypes=1)
-    bench.worker.run(events.InstallHead(bench.task, bench.manifest, head))
-    installed = bench.emitted.pop()
+    installed = bench.worker.run(events.InstallHead(bench.task, bench.manifest, head))
     assert isinstance(installed, events.HeadInstalled)
     assert installed.report is not None
     payload = payload_of(bench.store, installed.report)

@@ -37,6 +37,7 @@ from tests.support.devices.device_factory import (
     TINY,
     make_manifest,
     make_workspace,
+    open_workspace,
     write_images,
 )
 from tests.support.devices.linear_attacker import fewest_images
@@ -374,7 +375,8 @@ def test_images_of_prototypes_are_not_held_out_later(tmp_path: Path) -> None:
 
 def test_a_dry_run_records_no_group(tmp_path: Path) -> None:
     device = Folder(tmp_path)
-    shown = Workspace(device.workspace.settings, device.workspace.store, device.workspace.cache, dry_run=True)
+    before = device.workspace
+    shown = open_workspace(before.settings, before.store, before.cache, dry_run=True)
     found = shown.extract(make_manifest(), should_stop=lambda: False)
     prepared = prepare_prototypes(shown, make_manifest(), found)
     assert device.workspace.store.image_groups.read().groups == {}

@@ -1,9 +1,12 @@
 """RoundTraining: each round is trained once across restarts, and stored as a whole."""
 
 import logging
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -15,8 +18,10 @@ from edge_client.data.holdout import held_out
 from edge_client.data.images import LabeledImage
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
+from edge_client.storage.job_folder import CHECKPOINTS, Built, Job, Result, Run
+from edge_client.storage.job_state import JobState
 from edge_client.storage.stored_values import StoredLocalModel, SubmissionReport, SubmissionSequence
-from edge_client.submission.image_features import FoundImages, Workspace
+from edge_client.submission.image_features import FoundImages
 from edge_client.submission.prepared_submission import PreparedSubmission, encode_submission
 from edge_client.submission.round_submission import RoundTraining
 from edge_client.training.local_round import LocalModel, pack, unpack
@@ -24,7 +29,7 @@ from edge_client.training.trainer import Diverged
 from protocol.errors import GraphRefused, Interrupted, StateError
 from protocol.wire.codec import decode
 from protocol.wire.messages import RoundManifest, Submission, TaskManifest
-from tests.support.devices.device_factory import make_settings, payload_of
+from tests.support.devices.device_factory import make_settings, open_workspace, payload_of
 from tests.support.devices.round_factory import (
     COUNTS,
     TASK,
@@ -53,7 +58,8 @@ class Device:
         self.cache = FeatureCache(folder / "features.sqlite")
         self.holdout = holdout
         settings = make_settings(folder)
-        self.rounds = RoundTraining(Workspace(settings, self.store, self.cache, dry_run))
+        self.workspace = open_workspace(settings, self.store, self.cache, dry_run=dry_run)
+        self.rounds = RoundTraining(self.workspace)
         self.steps: list[int] = []
 
     def train(
@@ -86,6 +92,20 @@ class Device:
         """Train and store a round."""
         prepared = self.train(manifest, opened)
         return self.rounds.store(TASK, opened, prepared, encoded(prepared, manifest, opened))
+
+    def end_job(self, opened: RoundManifest, prepared: PreparedSubmission, payload: bytes) -> None:
+        """Leave a trained round in a job's folder, and commit it."""
+        folder, store = self.folder / "jobs" / "1", self.store
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        job = SimpleNamespace(
+            items=store.outbox.items(), partition=store.image_groups.read(), now_s=0.0, facts={}, number=1
+        )
+        state = JobState(self.folder, folder, cast("Job", job), Run(bytes(folder)))
+        rounds = RoundTraining(replace(self.workspace, store=cast("DeviceState", state)))
+        left = Built(item=rounds.store(TASK, opened, prepared, payload))
+        blobs, kept = tuple(state.blobs.added), tuple(state.outbox.kept)
+        store.commit(folder, Result(outcome=left, facts=state.changes, kept=kept, blobs=blobs))
 
     def found(self, opened: RoundManifest, *, task: bytes = TASK, above: int = 0) -> UploadItem | None:
         """Return the round's submission if it was built before."""
@@ -189,7 +209,7 @@ def test_training_restarts_after_a_damaged_checkpoint(
 ) -> None:  # fmt: skip
     """It is logged, and costs only the steps."""
     device.interrupt(manifest, opened)
-    file = device.folder / "training.checkpoint"
+    (file,) = (device.folder / CHECKPOINTS).iterdir()
     file.write_bytes(damage(file.read_bytes()))
     device.train(manifest, opened)
     assert len(device.steps) == 2 * STEPS_PER_EPOCH
@@ -261,13 +281,13 @@ def test_submission_and_local_model_are_stored_together(device: Device, manifest
         before = (device.store.get(StoredLocalModel), device.store.outbox.items())
         try:
             with full_disk(after_bytes=room):
-                device.rounds.store(TASK, opened, prepared, payload)
+                device.end_job(opened, prepared, payload)
         except StateError:
             assert (device.store.get(StoredLocalModel), device.store.outbox.items()) == before
-            assert (device.folder / "training.checkpoint").exists()
+            assert (device.folder / CHECKPOINTS).exists()
             assert Device(device.folder).found(opened) is None
             outcomes.add("neither")
-            device.rounds.store(TASK, opened, prepared, payload)
+            device.end_job(opened, prepared, payload)
         else:
             outcomes.add("both")
         again = Device(device.folder)
@@ -276,7 +296,7 @@ def test_submission_and_local_model_are_stored_together(device: Device, manifest
         assert payload_of(again.store, item) == payload
         assert model is not None
         assert same_bits(model.state, model_of(prepared).state)
-        assert not (device.folder / "training.checkpoint").exists()
+        assert not (device.folder / CHECKPOINTS).exists()
     assert outcomes == {"both", "neither"}
 
 

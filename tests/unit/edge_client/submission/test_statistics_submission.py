@@ -178,7 +178,7 @@ def test_status_and_dry_run_show_sums(tmp_path: Path, capsys: pytest.CaptureFixt
     """A warning is shown if the images are fewer than a feature's values."""
     bench = _Bench(tmp_path)
     warning = "the sums of 10 images reveal features of single ones, as a feature has 32 values"
-    _show_dry_run(bench.dry_run(bench.manifest), 1234)
+    _show_dry_run(msgspec.structs.replace(bench.dry_run(bench.manifest), size_bytes=1234))
     shown = capsys.readouterr().out
     assert "cat: 6 images, 1 held out; 1 class sum of 5 images\n" in shown
     assert "second moment: " in shown
@@ -193,7 +193,7 @@ def test_status_and_dry_run_show_sums(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_status_and_dry_run_show_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench = _Bench(tmp_path, batch_size=2, min_images=2)
-    _show_dry_run(bench.dry_run(bench.manifest), 1234)
+    _show_dry_run(msgspec.structs.replace(bench.dry_run(bench.manifest), size_bytes=1234))
     shown = capsys.readouterr().out
     assert "cat: 6 images, 1 held out; 2 groups of 2 to 3 images\n" in shown
     assert "4 groups of 32 values each: 1234 bytes would be uploaded" in shown
