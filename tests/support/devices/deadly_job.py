@@ -25,5 +25,5 @@ def _preprocess(image: Image.Image, spec: Preprocessing) -> Any:
 
 if __name__ == "__main__":
     pipe = connect(sys.argv[1:])
-    extraction.preprocess = _preprocess
+    vars(extraction)["preprocess"] = _preprocess
     main(pipe)

@@ -23,7 +23,7 @@ from edge_client.submission import builder, head_installer, image_features
 from edge_client.submission.builder import SubmissionBuilder
 from edge_client.training import local_round
 from protocol.errors import StateError
-from protocol.models.preprocessing import Preprocessing
+from protocol.models.preprocessing import Preprocessing, preprocess
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import HeadManifest, Receipt, Submission
@@ -310,7 +310,7 @@ def test_an_image_that_ends_the_job_is_left_out_and_not_the_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The third job names it and uploads the others; it is tried again with more memory, or when its file changes."""
-    deadly, whole = image_file(tmp_path / "data/cat/deadly.png", noise(33, 33)), extraction.preprocess
+    deadly, whole = image_file(tmp_path / "data/cat/deadly.png", noise(33, 33)), preprocess
 
     def preprocess_or_die(image: Image.Image, spec: Preprocessing) -> Any:
         return die() if image.size == (33, 33) else whole(image, spec)

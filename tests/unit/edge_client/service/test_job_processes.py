@@ -40,8 +40,9 @@ class Launcher:
         self.started: list[Any] = []
 
     def __call__(self, _module: str, pipe: Connection, alive: int) -> Process:
-        self.started.append(launch_process(self._module, pipe, alive))
-        return self.started[-1]
+        process = launch_process(self._module, pipe, alive)
+        self.started.append(process)
+        return process
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from edge_client.storage.job_folder import Built, Result
 from edge_client.storage.job_state import JobOutbox
 from edge_client.storage.stored_values import Heads, LeftOut, SubmissionReport
 from edge_client.submission import builder, head_evaluation, head_installer, image_features
+from edge_client.submission.prepared_submission import encode_submission
 from protocol import children
 from protocol.errors import RuntimeMissing, StateError, UnreadableImage
 from protocol.wire.codec import encode
@@ -276,7 +277,7 @@ def test_a_head_is_evaluated_beside_a_build_under_differential_privacy(
     bench: HeadBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time of the head's report does not show how long a build takes."""
-    whole, head, reported = builder.encode_submission, bench.head(1, CONSTANT["cat"]), threading.Event()
+    whole, head, reported = encode_submission, bench.head(1, CONSTANT["cat"]), threading.Event()
     data = bench.withdraw(head.head)
 
     def encode_slowly(*arguments: Any, **options: Any) -> Any:
