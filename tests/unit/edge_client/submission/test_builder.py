@@ -188,7 +188,7 @@ def test_a_submission_of_images_that_are_gone_still_counts(
     shutil.rmtree(bench.data)
     bench.data.mkdir()
     assert "no image of the task's classes" in bench.refused()
-    bench.store.set(StoredState(problems={"build": bench.build().reason}))
+    bench.store.set(StoredState(bench.task, problems={"build": bench.build().reason}))
     assert advice in shown()
     assert [text for text in caplog.messages if text.startswith(LOST_IMAGES)] == [
         f"{LOST_IMAGES} name={name} images=0 before=40" for name in CLASSES
