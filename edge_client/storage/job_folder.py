@@ -165,7 +165,7 @@ class Line(Message, frozen=True):
     logger: str
     level: int
     message: str
-    fields: dict[str, str | int | float | bool | None] | None = None
+    fields: Mapping[str, str | int | float | bool | None] | None = None
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True):

@@ -129,7 +129,7 @@ def state(tmp_path: Path) -> DeviceState:
 
 def culprits(state: DeviceState, said: list[FromJob] | None = None) -> Culprits:
     """Return what a job is given."""
-    return Culprits([].append if said is None else said.append, deaths=state.culprits.deaths())
+    return Culprits((said if said is not None else []).append, deaths=state.culprits.deaths())
 
 
 def test_what_ended_three_jobs_is_not_run_again(tmp_path: Path, state: DeviceState) -> None:
