@@ -93,9 +93,12 @@ class QuietQueues:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Replace `queue.SimpleQueue`."""
+        """Replace `queue.SimpleQueue` for this thread."""
+        own, real = threading.current_thread(), queue.SimpleQueue
 
-        def make() -> "_Queue":
+        def make() -> "_Queue | queue.SimpleQueue[Any]":
+            if threading.current_thread() is not own:  # a pool of a job that was killed
+                return real()
             self._queues.append(_Queue(self._changed))
             return self._queues[-1]
 
