@@ -23,7 +23,6 @@ from edge_client.data.decoding import decode, decoded, decoding_threads, has_oth
 from edge_client.data.decoding_memory import limit_bytes
 from edge_client.data.images import LabeledImage
 from edge_client.runtime.backbone import Backbone
-from edge_client.runtime.session import release_memory
 from edge_client.storage.culprits import Culprits
 from edge_client.storage.feature_cache import FeatureCache
 from protocol.errors import Interrupted, PrivacyRefused, ProtofleetError, StateError, UnreadableImage
@@ -153,7 +152,6 @@ def extract(  # noqa: PLR0913 - features depend on eight things
                 may_pass |= any(passing)
                 if not all(passing):
                     culprits.stored()
-        release_memory()
     return Extraction(computed, cached, refused=tuple(sorted(refused.items())), may_pass=may_pass)
 
 

@@ -6,7 +6,7 @@ import os
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -61,7 +61,10 @@ from protocol.storage.folder_lock import FolderLock
 from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_MANIFEST_BYTES, RoundManifest, TaskManifest
 
-Message = TypeVar("Message")
+if TYPE_CHECKING:
+    from edge_client.storage.device_state import DeviceState
+
+Manifest = TypeVar("Manifest", TaskManifest, RoundManifest)
 
 LOCK_WAIT_S = 600.0
 """How long a job waits for one of an earlier service that is still ending."""
@@ -217,7 +220,7 @@ class _Program:
         scan = _scan(listed)
         workspace = Workspace(
             settings,
-            state,
+            cast("DeviceState", state),
             cache,
             find=lambda _: scan,
             dry_run=job.is_dry_run,
@@ -245,7 +248,7 @@ def _granted(workspace: Workspace, granted: Grant) -> Grant:
     return granted
 
 
-def _decoded(data: bytes, kind: type[Message]) -> Message:
+def _decoded(data: bytes, kind: type[Manifest]) -> Manifest:
     return decode(data, kind, max_bytes=MAX_MANIFEST_BYTES)
 
 

@@ -77,7 +77,7 @@ class RoundTraining:
         images_digest = digest_of(names.encode(errors="surrogateescape")).hex()
         about = (task.hex(), round_manifest.number, round_manifest.tensors.digest.hex(), images_digest)
 
-        file = self._store.folder / CHECKPOINTS / digest_of(encode(about)).hex()
+        file = self._store.folder / CHECKPOINTS / digest_of(msgspec.json.encode(about)).hex()
 
         def on_checkpoint(checkpoint: Checkpoint) -> None:
             if not self._workspace.dry_run:
