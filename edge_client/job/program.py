@@ -190,11 +190,11 @@ class _Program:
                 runner = builder = SubmissionBuilder(workspace, rounds)
                 opened = _decoded(job.round, RoundManifest) if job.round else None
                 build = BuildSubmission(job.task, manifest, opened, above=job.above)
-                result = Result(outcome=builder.build(build, _never), shown=builder.shown)
+                result = Result(outcome=builder.build(build), shown=builder.shown)
             else:
                 runner = installer = HeadInstaller(workspace, rounds)
                 install = InstallHead(job.task, manifest, job.head, job.as_canary)
-                result = Result(outcome=installer.install(install, _never))
+                result = Result(outcome=installer.install(install))
         except StateError as error:
             return Result(outcome=_problem(error))
         return replace(
@@ -246,10 +246,6 @@ class _Program:
 def _granted(workspace: Workspace, granted: Grant) -> Grant:
     workspace.sealing_key = granted.signing_key
     return granted
-
-
-def _never() -> bool:
-    return False
 
 
 def _decoded(data: bytes, kind: type[Manifest]) -> Manifest:
