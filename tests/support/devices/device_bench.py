@@ -310,7 +310,10 @@ class DeviceBench:
     def wait(self, seconds: float = 1.0) -> Self:
         """Let time pass, without a message."""
         self.clock.advance(seconds)
+        before = self._device._ticked_s
         self._queues.expire()
+        while self._device._ticked_s == before and not self._queues.is_over:  # it was not waiting yet
+            self._queues.expire()
         return self._settle()
 
     def topic(self, channel: DeviceChannel) -> str:
