@@ -98,7 +98,7 @@ class Workspace:
 
     def decode_suspects(self, images: Sequence[LabeledImage]) -> None:
         """Decode images singly at one of which a job may have ended."""
-        decode_suspects(images, self.culprits, _never)
+        decode_suspects(images, self.culprits)
 
     def is_bounded(self, manifest: TaskManifest) -> bool:
         """Return whether messages about a task must not reveal images."""
@@ -237,7 +237,6 @@ class Workspace:
                     batch_size=self.settings.batch_size,
                     on_progress=reporter.advance,
                     culprits=self.culprits,
-                    should_stop=_never,
                     alter=alter if is_altered else None,
                     isolate=self.isolate if kind.is_private else None,
                 )
@@ -297,10 +296,6 @@ class Workspace:
             log.warning("%s", backbone.model.note)
         self.store.set(BackboneProvider(backbone.model.provider))
         return backbone
-
-
-def _never() -> bool:
-    return False
 
 
 def prototype_columns(task: TaskManifest, feature_size: int) -> NDArray[np.intp] | slice:
