@@ -20,10 +20,11 @@ import msgspec
 from edge_client.agent import events
 from edge_client.agent.state import MAX_DAMAGED, MissingSpace
 from edge_client.agent.state import Job as Name
+from edge_client.agent.submission_kinds import kind_of
 from edge_client.config import Settings
 from edge_client.data.image_scanner import ImageScanner, Scan
 from edge_client.privacy.charges import Charges
-from edge_client.privacy.policy import is_bounded, is_private
+from edge_client.privacy.policy import is_bounded
 from edge_client.service.build_report import BuildReporter
 from edge_client.service.job_progress import ProgressReporter
 from edge_client.storage.device_state import DeviceState
@@ -397,7 +398,7 @@ class Jobs:
 
     def _secret(self, wanted: Wanted) -> bytes:
         """Return the device's secret for a build that groups images; it gets the keys of a release by a charge."""
-        if wanted.name != "build" or is_private(wanted.manifest):
+        if wanted.name != "build" or not kind_of(wanted.manifest).is_grouped:
             return b""
         try:
             return self._store.secret(keep=self._show is None)
@@ -412,7 +413,7 @@ class Jobs:
         action, last = wanted.action, self._store.outbox.newest_submission()
         if last is None or not isinstance(action, events.BuildSubmission) or last.task != action.task:
             return
-        if is_private(action.manifest) or (action.round is not None and action.above):
+        if kind_of(action.manifest).is_private or (action.round is not None and action.above):
             self._store.outbox.write(last, folder / LAST_SUBMISSION)
 
     def _spawn(self, slot: str) -> Runner:
