@@ -29,7 +29,8 @@ The options of `edge-client`, `aggregator`, `export-backbone`, `protofleet` and 
 
 Exit codes: 0 success, 1 an expected error with one line on stderr, 2 wrong usage, 130 interrupted. Results are
 written to stdout, everything else to stderr. An option with an `env var` can be set in the environment, and the
-options of a command with `--config` in a TOML file. The command line takes precedence over the environment, and the
+options of a command with `--config` in a TOML file, for `edge-client` [with a table for each
+command](operations/devices.md#settings-file). The command line takes precedence over the environment, and the
 environment over the file.
 
 ## Shell completion

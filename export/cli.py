@@ -105,7 +105,7 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
     type=click.Path(file_okay=False, path_type=Path),
     default=Path(),
     show_default=True,
-    help="Folder for MODEL-SIZE.onnx; -LAYERS and -int8 or -fp16 are appended to SIZE with these options.",
+    help="Folder for MODEL-SIZE.onnx; -LAYERS and -int8 or -float16 are appended to SIZE with these options.",
 )
 @click.option(
     "--weights",
@@ -148,25 +148,30 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
     is_flag=True,
     help="Print the blocks that --layers=all takes with what each costs, and exit.",
 )
-@click.option("--int8", is_flag=True, help="Quantize to 8 bits; --images is required.")
-@click.option("--fp16", is_flag=True, help="Convert to float16, for GPUs and half the download.")
+@click.option(
+    "--precision",
+    type=click.Choice(["float32", "int8", "float16"]),
+    default="float32",
+    show_default=True,
+    help="int8 for processors, a quarter of the download: --images is required; float16 for GPUs, half the download.",
+)
 @click.option(
     "--images",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder of images, of which up to 100 are compared with the source. --int8 needs images such as those of the "
-    "devices, and holds one in five out for the comparison  [default: two of scikit-learn's]",
+    help="Folder of images, of which up to 100 are compared with the source. --precision int8 needs images such as "
+    "those of the devices, and holds one in five out for the comparison  [default: two of scikit-learn's]",
 )
 @click.option(
     "--float-layer",
     "float_layers",
     multiple=True,
     metavar="NAME",
-    help="Layer that --int8 keeps in float32; may be repeated.",
+    help="Layer that --precision int8 keeps in float32; may be repeated.",
 )
 @click.option(
     "--min-cosine",
     type=click.FloatRange(-1, 1),
-    help="Least cosine of a feature against the source  [default: 0.8 with --int8, 0.999 with --fp16]",
+    help="Least cosine of a feature against the source  [default: 0.8 of int8, 0.999 of float16]",
 )
 @click.option(
     "--tolerance",
@@ -181,8 +186,8 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
 def cli(*, model: str | None, pattern: str | None, as_json: bool, verbose: bool, **options: Any) -> None:
     """Export a pretrained backbone to an ONNX file for devices: a MODEL of timm, or one of another source."""
     _check_source(model=model, pattern=pattern, **options)
-    precision = {name: options.pop(name) for name in ("int8", "fp16", "float_layers", "min_cosine")}
-    _check_options(**precision, **options)
+    converted = {name: options.pop(name) for name in ("precision", "float_layers", "min_cosine")}
+    _check_options(**converted, **options)
     require_packages(*NEEDED, extras=EXTRAS)
     _require_torchvision()
     start_logging(verbose=verbose)
@@ -198,7 +203,8 @@ def cli(*, model: str | None, pattern: str | None, as_json: bool, verbose: bool,
         rows = _list_layers(model, **options)
         click.echo(json.dumps(rows, indent=2) if as_json else _table(rows))
         return
-    convert, suffix = _conversion(**precision, images=options["images"])
+    suffix = "" if converted["precision"] == "float32" else f"-{converted['precision']}"
+    convert = _conversion(**converted, images=options["images"])
     summary = _export(model, convert=convert, suffix=suffix, **options)
     click.echo(json.dumps(summary, indent=2) if as_json else _describe(summary))
 
@@ -232,8 +238,7 @@ def _check_source(
 
 def _check_options(
     *,
-    int8: bool,
-    fp16: bool,
+    precision: str,
     float_layers: tuple[str, ...],
     min_cosine: float | None,
     images: Path | None,
@@ -242,14 +247,16 @@ def _check_options(
 ) -> None:
     """Raise UsageError for options that need others, or exclude them."""
     for is_wrong, problem in (
-        (int8 and images is None, "--int8 needs --images DIRECTORY"),
+        (precision == "int8" and images is None, "--precision int8 needs --images DIRECTORY"),
         (
-            list_layers and (int8 or fp16),
-            "--list-layers shows layers of 32 bits: leave out --int8 and --fp16",
+            list_layers and precision != "float32",
+            "--list-layers shows layers of float32: leave out --precision",
         ),
-        (float_layers and not int8, "--float-layer needs --int8"),
-        (int8 and fp16, "give --int8 or --fp16"),
-        (min_cosine is not None and not (int8 or fp16), "--min-cosine needs --int8 or --fp16"),
+        (float_layers and precision != "int8", "--float-layer needs --precision int8"),
+        (
+            min_cosine is not None and precision == "float32",
+            "--min-cosine needs --precision int8 or float16",
+        ),
     ):
         if is_wrong:
             raise click.UsageError(problem)
@@ -257,23 +264,22 @@ def _check_options(
 
 def _conversion(
     *,
-    int8: bool,
-    fp16: bool,
+    precision: str,
     float_layers: tuple[str, ...],
     min_cosine: float | None,
     images: Path | None,
-) -> "tuple[Conversion | None, str]":
-    """Return what makes the file of the float32 graph, and the suffix of its name."""
+) -> "Conversion | None":
+    """Return what makes the file of the float32 graph."""
     least = {} if min_cosine is None else {"min_cosine": min_cosine}
-    if int8 and images:
+    if precision == "int8" and images:
         from export.int8 import Int8
 
-        return Int8(images, float_layers, **least).convert, "-int8"
-    if fp16:
+        return Int8(images, float_layers, **least).convert
+    if precision == "float16":
         from export.float16 import Float16
 
-        return Float16(images, **least).convert, "-fp16"
-    return None, ""
+        return Float16(images, **least).convert
+    return None
 
 
 def _require_torchvision() -> None:

@@ -56,7 +56,7 @@ class Float16:
             raise ProtofleetError(
                 f"{metadata.model} loses too much with float16: expected a worst cosine of at least "
                 f"{self.min_cosine:g} on {parity.images} photos, got {parity.cosine:.6f} (nan if a value is above "
-                "65504); no file was written: export it without --fp16"
+                "65504); no file was written: export it with --precision float32"
             )
         return model, msgspec.structs.replace(metadata, precision="float16", parity=parity)
 

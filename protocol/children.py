@@ -42,6 +42,8 @@ class Process(Protocol):
     """What is used of `subprocess.Popen`."""
 
     stderr: IO[bytes] | None
+    ended: int | None
+    """A descriptor that is readable once it has ended, where the system has one."""
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit status, or the negative number of the signal that ended it."""
@@ -82,6 +84,9 @@ class Child:
         alive, self._alive = os.pipe()
         try:
             self._process = launch(module, there, alive)
+        except StateError:
+            self._close()
+            raise
         except OSError as error:
             self._close()
             raise StateError(f"cannot start a child process: {error.strerror or error}") from error
@@ -112,10 +117,19 @@ class Child:
 
     def _hear(self) -> None:
         lines = _Lines(self._on_line)
+
+        def read_line(stream: IO[bytes]) -> bool:
+            with contextlib.suppress(OSError):
+                while self._connection.poll() and self._receive(self._connection):
+                    """What the child has said before it wrote the line: the line may be about that."""
+            return lines.read(stream)
+
         with selectors.DefaultSelector() as selector:
             selector.register(self._connection, selectors.EVENT_READ, self._receive)
             if self._process.stderr is not None:
-                selector.register(self._process.stderr, selectors.EVENT_READ, lines.read)
+                selector.register(self._process.stderr, selectors.EVENT_READ, read_line)
+            if self._process.ended is not None:
+                selector.register(self._process.ended, selectors.EVENT_READ, self._end_group)
             while selector.get_map():
                 for key, _ in selector.select():
                     if not key.data(key.fileobj):
@@ -134,6 +148,12 @@ class Child:
         except (EOFError, OSError):
             return False
         return True
+
+    def _end_group(self, ended: int) -> bool:
+        """Kill what an ended child has forked, which holds the pipe and standard error."""
+        self._process.kill()
+        os.close(ended)
+        return False
 
     def _close(self) -> None:
         self._connection.close()
@@ -168,8 +188,11 @@ def kill_group(process: int) -> None:
 class _Session(subprocess.Popen[bytes]):
     """A process in a session of its own."""
 
+    ended: int | None = None
+
     def kill(self) -> None:
-        kill_group(self.pid)
+        if self.returncode is None:  # else its number may be another process's
+            kill_group(self.pid)
 
 
 def launch_process(module: str, pipe: Connection, alive: int) -> Process:
@@ -179,7 +202,7 @@ def launch_process(module: str, pipe: Connection, alive: int) -> Process:
             "expected sys.executable to be a Python interpreter, which runs the device's jobs, got "
             f"{sys.executable!r}: run edge-client as a program of its own"
         )
-    return _Session(
+    process = _Session(
         [sys.executable, "-P", "-m", module, str(pipe.fileno()), str(alive)],
         pass_fds=(pipe.fileno(), alive),
         stdin=subprocess.DEVNULL,
@@ -187,6 +210,9 @@ def launch_process(module: str, pipe: Connection, alive: int) -> Process:
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
+    if sys.platform == "linux":
+        process.ended = os.pidfd_open(process.pid)
+    return process
 
 
 launch: Callable[[str, Connection, int], Process] = launch_process

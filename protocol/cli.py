@@ -4,7 +4,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -22,31 +22,80 @@ _PACKAGES = ("aggregator", "edge_client", "export", "protocol", "protofleet", "s
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _load_config(context: click.Context, _parameter: click.Parameter, path: Path | None) -> None:
-    """Use the values in a TOML file as defaults of the command's options."""
-    if path is None:
-        return
+Settings = Mapping[str, click.Parameter]
+"""Options and arguments by the keys that set them in a file."""
+
+
+def settings_of(command: click.Command) -> dict[str, click.Parameter]:
+    """Return what a file can set of a command, by keys with `_` for `-`."""
+    found: dict[str, click.Parameter] = {}
+    for each in command.params:
+        if isinstance(each, click.Argument):
+            if each.nargs == 1:
+                found[str(each.name)] = each
+        elif not each.is_eager:  # --config and --version
+            found |= {_key(text): each for text in each.opts if text.startswith("--")}
+    return found
+
+
+def _key(text: str) -> str:
+    return text.removeprefix("--").replace("-", "_")
+
+
+def read_settings(
+    context: click.Context, file: Path, tables: Mapping[str, Settings]
+) -> dict[str, dict[str, Any]]:
+    """Read a TOML file: for each of its tables values for `default_map`; those outside of a table are in table "".
+
+    Raises:
+        BadParameter: the file cannot be read, has another table or key, or a value that its option refuses.
+    """
     import tomllib
 
     try:
-        values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        values: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise click.BadParameter(f"{path}: {error}") from error
-    options = {
-        text.removeprefix("--").replace("-", "_"): option
-        for option in context.command.params
-        if isinstance(option, click.Option) and (option.expose_value or option.name == "log_format")
-        for text in option.opts
-        if text.startswith("--")
-    }
-    values = {key.replace("-", "_"): value for key, value in values.items()}
-    if unknown := values.keys() - options.keys():
-        known = ", ".join(sorted(options))
-        raise click.BadParameter(f"{path}: unknown setting {min(unknown)!r}; known: {known}")
-    context.default_map = dict(context.default_map or {})
-    for key, value in values.items():
-        is_single = options[key].multiple and not isinstance(value, list)  # may be given without a list
-        context.default_map[str(options[key].name)] = [value] if is_single else value
+        raise click.BadParameter(f"{file}: {error}") from error
+    found = {name: each for name, each in values.items() if name and name in tables}
+    found[""] = {name: each for name, each in values.items() if name not in found}
+    checked: dict[str, dict[str, Any]] = {}
+    for table, settings in found.items():
+        where = f"{file}: [{table}]" if table else f"{file}:"
+        if not isinstance(settings, dict):
+            raise click.BadParameter(f"{where} is a table of settings, got {settings!r}")
+        for name in settings:
+            if _key(name) not in tables[table]:
+                places = [f"[{place}]" for place, known in tables.items() if place and _key(name) in known]
+                known = f"known: {', '.join(sorted(tables[table]))}"
+                hint = f"put it into {' or '.join(places)}" if places else known
+                raise click.BadParameter(f"{where} unknown setting {name!r}; {hint}")
+        checked[table] = _checked(context, where, settings, tables[table])
+    return checked
+
+
+def _checked(
+    context: click.Context, where: str, values: Mapping[str, Any], known: Settings
+) -> dict[str, Any]:
+    """Return the values of a table by their parameters, as texts, and as lists of repeatable options."""
+    checked: dict[str, Any] = {}
+    for name, value in values.items():
+        option = known[_key(name)]
+        given = value if isinstance(value, list) else [value]
+        if any(isinstance(each, dict | list) for each in given) or (value is given and not option.multiple):
+            raise click.BadParameter(f"{where} {name}: expected one value, got {value!r}")
+        texts = list(map(str, given))
+        checked[str(option.name)] = text = texts if option.multiple else texts[0]
+        try:
+            option.type_cast_value(context, text)
+        except click.BadParameter as error:
+            raise click.BadParameter(f"{where} {name}: {error.message}") from error
+    return checked
+
+
+def _load_config(context: click.Context, _parameter: click.Parameter, file: Path | None) -> None:
+    """Use the values in a TOML file as defaults of the command's options."""
+    if file is not None:
+        context.default_map = read_settings(context, file, {"": settings_of(context.command)})[""]
 
 
 _PREFIX = "PROTOFLEET_"
@@ -63,23 +112,33 @@ def setting(*names: str, **details: Any) -> Callable[[F], F]:
     return click.option(*names, **{"envvar": variable, "show_envvar": True, "show_default": shown, **details})
 
 
-config_option = click.option(
-    "--config",
-    type=click.Path(dir_okay=False, path_type=Path),
-    is_eager=True,
-    expose_value=False,
-    envvar="PROTOFLEET_CONFIG",
-    callback=_load_config,
-    help="TOML file with any of these options, without the leading dashes.",
-)
-
 _file = click.Path(dir_okay=False, path_type=Path)
+
+
+def config_option_of(
+    load: Callable[[click.Context, click.Parameter, Path | None], None], *, text: str
+) -> Callable[[F], F]:
+    """Return the option --config, whose file `load` reads into the context's `default_map`."""
+    return click.option(
+        "--config",
+        type=_file,
+        is_eager=True,
+        expose_value=False,
+        envvar="PROTOFLEET_CONFIG",
+        callback=load,
+        help=text,
+    )
+
+
+config_option = config_option_of(
+    _load_config, text="TOML file with any of these options, without the leading dashes."
+)
 
 _ACCESS_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--tls", {"is_flag": True, "help": "Use TLS, and verify the broker with the authorities of this system."}),
-    ("--ca", {"type": _file, "help": "Use TLS, and verify the broker with the authorities (PEM) in this file."}),
-    ("--cert", {"type": _file, "help": "Client certificate (PEM), if the broker requires one."}),
-    ("--key", {"type": _file, "help": "Private key of --cert (PEM, without a password)."}),
+    ("--tls-ca", {"type": _file, "help": "Use TLS, and verify the broker with the authorities (PEM) in this file."}),
+    ("--tls-cert", {"type": _file, "help": "Client certificate (PEM), if the broker requires one."}),
+    ("--tls-key", {"type": _file, "help": "Private key of --tls-cert (PEM, without a password)."}),
     ("--username", {"help": "User name, if the broker requires a password."}),
     ("--password-file", {"type": _file, "help": "File with the password in line 1; or set {password}."}),
 )  # fmt: skip
@@ -99,7 +158,7 @@ def access_options(command: F, *, prefix: str = _PREFIX) -> F:
 
 
 def read_access(
-    *, tls: bool, ca: Path | None, cert: Path | None, key: Path | None, username: str | None,
+    *, tls: bool, tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None, username: str | None,
     password_file: Path | None, prefix: str = _PREFIX,
 ) -> "BrokerAccess":  # fmt: skip
     """Return the TLS settings and credentials in the options of `access_options`, which got the same prefix.
@@ -110,8 +169,8 @@ def read_access(
     """
     from protocol.mqtt.tls import BrokerAccess, readable_by_others
 
-    if (cert is None) != (key is None):
-        raise click.UsageError("--cert and --key require each other: give both, or neither")
+    if (tls_cert is None) != (tls_key is None):
+        raise click.UsageError("--tls-cert and --tls-key require each other: give both, or neither")
     password = given_secret(
         password_file, variable=(variable := _variable("password", prefix)), what="password"
     )
@@ -123,10 +182,10 @@ def read_access(
         text = f"a user name requires a password: give --password-file, or set {variable}, which may be empty"
         raise click.UsageError(text)
     return BrokerAccess(
-        tls=tls or ca is not None or cert is not None,
-        ca=ca,
-        certificate=cert,
-        key=key,
+        tls=tls or tls_ca is not None or tls_cert is not None,
+        ca=tls_ca,
+        certificate=tls_cert,
+        key=tls_key,
         username=username,
         password=password,
     )

@@ -152,7 +152,7 @@ def enroll_sums_command(*, out: Path, task: Path | None, state: Path, days: int)
 
     with _fleet_state(state, task) as (store, fleet):
         enroll_sums(store, fleet=fleet, out=out, days=days)
-    files = f"--ca {out}/ca.crt --cert {out}/sums.crt --key {out}/sums.key"
+    files = f"--tls-ca {out}/ca.crt --tls-cert {out}/sums.crt --tls-key {out}/sums.key"
     click.echo(f"copy {out} to the second operator's machine, and add to its `protofleet-sums run`: {files}")
 
 

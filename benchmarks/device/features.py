@@ -30,7 +30,7 @@ from benchmarks.device.measurement import (
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 
-OURS = "edge-client --dry-run"
+OURS = "edge-client dry-run"
 ARRAYS = "ONNX Runtime, arrays in memory"
 MODELS = ("mobilenetv3_small_100", "resnet18", "resnet50", "vit_tiny_patch16_224")
 
@@ -110,7 +110,7 @@ def _programs(
         shutil.rmtree(state, ignore_errors=True)
         shutil.copytree(fleet / "device", state)
         options = ("--data", str(photographs), "--state", str(state), "--threads", str(THREADS))
-        return ["-m", "edge_client.cli", "--dry-run", *options]
+        return ["-m", "edge_client.cli", "dry-run", *options]
 
     return {
         OURS: ours,

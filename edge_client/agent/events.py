@@ -90,9 +90,10 @@ class HeadInstalled(Occurrence, frozen=True):
 
 
 class HeadReturned(Occurrence, frozen=True):
-    """The head in use has failed, and the previous one, by its `head_key`, is in use again."""
+    """The head in use has failed, for a reason, and the previous one, by its `head_key`, is in use again."""
 
     head: bytes | None
+    reason: str = ""
 
 
 class BlobsMissing(Occurrence, frozen=True):
@@ -100,6 +101,24 @@ class BlobsMissing(Occurrence, frozen=True):
 
     digests: frozenset[bytes]
     during: Job | Literal[""] = ""
+
+
+class BlobsStored(Occurrence, frozen=True):
+    """All blobs on the disk: others were added or deleted."""
+
+    digests: frozenset[bytes]
+
+
+class ManifestsExpired(Occurrence, frozen=True):
+    """The channels whose newest manifest has expired."""
+
+    channels: frozenset[str]
+
+
+class TaskRefused(Occurrence, frozen=True):
+    """The fleet's task cannot be followed, for a reason: the device keeps the one that it has."""
+
+    reason: str
 
 
 class SpaceMissing(Occurrence, frozen=True):

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from edge_client.agent.frame_size import FrameSize
 from protocol.wire.canary_rank import canary_rank
 from protocol.wire.messages import (
@@ -129,11 +131,35 @@ class MissingSpace:
     reason: str
 
 
-@dataclass(frozen=True)
-class State:
-    """Everything that decisions depend on.
+class StoredState(msgspec.Struct, frozen=True):
+    """The half of a State that outlives the program; it is stored after each step that changes it.
 
     Args:
+        task: digest of the manifest of the task that the device follows, which is a blob.
+        round: digest of the newest round's manifest, which is a blob.
+        evaluated: key of the last head whose evaluation the aggregator has received.
+        problems: those of the device by kind, also why the last build has no submission, and why the newest head is not
+            in use.
+    """
+
+    task: bytes = b""
+    round: bytes = b""
+    evaluated: bytes = b""
+    problems: Mapping[str, str] = {}
+
+
+PROBLEMS = ("task", "space", "download", "manifest", "build", "head", "upload", "link")
+"""The kinds of all problems; of several that the device has, the first is shown."""
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything that decisions depend on; `durable` is stored, and the rest starts empty.
+
+    Args:
+        stored_task, stored_round: digests of the manifests that an earlier start has stored.
+        stored_build_problem: why that start's last build had no submission, until there is another build. It is not
+            published: its task may have been another one.
         stored: digests of the blobs on disk.
         packet_bytes: payload of a frame that the broker of the last connection accepts.
         upload_frames: payload of a frame that the link carries to the broker.
@@ -145,7 +171,7 @@ class State:
         retry_at_s: time of the next one; infinite if there is none.
         no_images: the device had no images at the last build: it uploads nothing, and receives heads.
         received_submission: the task's submission that the aggregator has received.
-        round: the newest round of any task.
+        round: the newest round of any task, `round_digest` its manifest's.
         joined_round: number of the round of the last build.
         head: the newest head manifest of any task.
         installing: key of the head being installed.
@@ -157,10 +183,14 @@ class State:
         missing_space: the space that the disk lacks for some work, which does not begin meanwhile.
         task_problem: why the device keeps its previous task; empty if it follows the fleet's.
         build_problem: why the last build since the start had no submission; empty if it had one.
+        head_problem: why the newest head is not in use; empty if it is.
     """
 
     mode: Mode
     device: str = ""
+    stored_task: bytes = b""
+    stored_round: bytes = b""
+    stored_build_problem: str = ""
     stored: frozenset[bytes] = frozenset()
     connected: bool = False
     packet_bytes: int = MAX_CHUNK_BYTES
@@ -176,6 +206,7 @@ class State:
     no_images: bool = False
     received_submission: UploadItem | None = None
     round: RoundManifest | None = None
+    round_digest: bytes = b""
     joined_round: int | None = None
     head: HeadManifest | None = None
     installing: bytes | None = None
@@ -188,10 +219,22 @@ class State:
     missing_space: Mapping[Work, MissingSpace] = field(default_factory=dict)
     task_problem: str = ""
     build_problem: str = ""
+    head_problem: str = ""
+
+    @property
+    def durable(self) -> StoredState:
+        """What outlives the program."""
+        kept = {"build": self.build_problem or self.stored_build_problem, "head": self.head_problem}
+        return StoredState(
+            task=self.task or self.stored_task,
+            round=self.round_digest or self.stored_round,
+            evaluated=self.evaluated or b"",
+            problems={**self.problems, **{kind: text for kind, text in kept.items() if text}},
+        )
 
     @property
     def problems(self) -> dict[str, str]:
-        """The problems that the device has, by kind."""
+        """The problems that the device has now, by kind, but for those of builds and heads."""
         stale = ", ".join(sorted(self.stale_manifests))
         problems = {
             "task": self.task_problem,

@@ -15,6 +15,7 @@ from edge_client.agent import downloads, events, uploads
 from edge_client.agent.state import Mode, State, Work, head_key
 from protocol.mqtt import events as mqtt
 from protocol.retry_delay import retry_delay_s
+from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import Frame, HeadManifest, HeadRef, Receipt, RoundManifest
 from protocol.wire.transfer import chunk_bytes
 
@@ -71,8 +72,14 @@ def _react(state: State, event: events.Event, now_s: float) -> events.Step:  # n
             return _built(state, event, now_s)
         case events.HeadInstalled():
             return _installed(state, event)
-        case events.HeadReturned(head=head):
-            return replace(state, installed=head), ()
+        case events.HeadReturned(head=head, reason=reason):
+            return replace(state, installed=head, head_problem=reason or state.head_problem), ()
+        case events.BlobsStored(digests=digests):
+            return replace(state, stored=digests), ()
+        case events.ManifestsExpired(channels=channels):
+            return replace(state, expired=channels), ()
+        case events.TaskRefused(reason=reason):
+            return replace(state, task_problem=reason), ()
         case events.BlobsMissing(digests=digests, during=during):
             return _repeat(replace(state, stored=state.stored - digests), during), ()
         case events.SpaceMissing():
@@ -146,7 +153,8 @@ def _new_round(state: State, seen: RoundManifest) -> events.Step:
     if is_outdated:
         state = replace(state, building=False)
     if seen != state.round:
-        state = replace(state, round=seen, missing_space={})
+        digest = digest_of(encode(seen))
+        state = replace(state, round=seen, round_digest=digest, missing_space={})
     return state, (events.CancelJobs(("build",)),) if is_outdated else ()
 
 
@@ -182,6 +190,7 @@ def _built(state: State, built: events.SubmissionBuilt, now_s: float) -> events.
         state,
         building=False,
         build_problem=built.reason,
+        stored_build_problem="",
         no_images=built.no_images,
         failures=failures,
         retry_at_s=retry_at_s,
@@ -224,7 +233,7 @@ def _wait_for_space(state: State, event: events.SpaceMissing) -> events.Step:
 def _installed(state: State, installed: events.HeadInstalled) -> events.Step:
     if installed.head != state.installing:
         return state, ()
-    state = replace(state, installing=None)
+    state = replace(state, installing=None, head_problem=installed.reason)
     if installed.report is not None:
         state = uploads.start(state, installed.report)
     if not installed.reason:

@@ -1,6 +1,7 @@
-"""`edge-client --dry-run --json`: what a backbone costs on this device, without a fleet and a broker."""
+"""`edge-client cost`: what a backbone costs on this device, without a fleet and a broker."""
 
 import csv
+import json
 import resource
 import sys
 import tempfile
@@ -9,11 +10,52 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
+from edge_client.cli.options import (
+    backbone_option,
+    config_option,
+    data_option,
+    extraction_options,
+    loading_modules,
+)
 from protocol.class_folders import class_folders
+from protocol.cli import examples, say, start_logging, verbose_option
 from protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from edge_client.storage.job_folder import Shown
+
+
+@click.command(
+    "cost",
+    epilog=examples("edge-client cost --backbone backbone.onnx --data /srv/images"),
+)
+@config_option
+@backbone_option
+@data_option
+@extraction_options
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@verbose_option
+def cost_command(*, backbone: tuple[Path, ...], as_json: bool, verbose: bool, **options: Any) -> None:
+    """Measure the time, memory and upload of backbones on this device.
+
+    Builds a submission of the images in a temporary state directory, without a fleet and a broker.
+    """
+    if not backbone:
+        raise click.UsageError("missing backbone: pass --backbone FILE")
+    with loading_modules():
+        from edge_client.runtime.session import require_runtime
+
+        require_runtime()
+    start_logging(verbose=verbose)
+    cost = measure(backbones=backbone, **options)
+    if as_json:
+        click.echo(json.dumps(cost))
+        return
+    say(f"{cost['seconds_per_image']:.3g} s an image, of {cost['images']}")
+    say(f"{cost['memory_mb']:.0f} MB of memory")
+    say(f"{cost['upload_bytes']:,} bytes to upload")
 
 
 def measure(*, data: Path, backbones: Sequence[Path], **options: Any) -> dict[str, Any]:
@@ -30,12 +72,11 @@ def measure(*, data: Path, backbones: Sequence[Path], **options: Any) -> dict[st
     Raises:
         ProtofleetError: a backbone or the images cannot be used.
     """
-    from edge_client.agent.state import Mode
+    from edge_client.agent.state import Mode, StoredState
     from edge_client.config import Settings
     from edge_client.data import file_ages
     from edge_client.service.device import Device
     from edge_client.storage.device_state import DeviceState
-    from edge_client.storage.stored_values import CurrentTask
     from protocol.wire.codec import encode
     from protocol.wire.messages import BlobRef, TaskManifest
 
@@ -67,7 +108,7 @@ def measure(*, data: Path, backbones: Sequence[Path], **options: Any) -> dict[st
             min_images=2,
             prototypes="auto",
         )
-        store.set(CurrentTask(store.blobs.put(encode(manifest))))
+        store.set(StoredState(task=store.blobs.put(encode(manifest))))
         # Otherwise a first scan of new images would wait, which is no cost of a backbone.
         time.sleep(file_ages.SETTLE_S)
         begin_s = time.perf_counter()
@@ -86,6 +127,8 @@ def measure(*, data: Path, backbones: Sequence[Path], **options: Any) -> dict[st
 
 def _classes(data: Path) -> tuple[str, ...]:
     """Return the names of the folders of images, or the labels of a CSV file."""
+    if not data.exists():
+        raise ConfigError(f"no images at {data}: give --data")
     if data.is_dir():
         names = {path.name for path in class_folders(data)}
     else:

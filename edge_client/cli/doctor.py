@@ -1,19 +1,11 @@
 """`edge-client doctor`."""
 
-import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
-from edge_client.cli.options import (
-    fleet_option,
-    inherit,
-    open_state,
-    state_option,
-)
-from edge_client.cli.run import cli
+from edge_client.cli.options import member_options, open_state
 from protocol.cli import examples, read_access
 
 if TYPE_CHECKING:
@@ -23,45 +15,27 @@ if TYPE_CHECKING:
     from edge_client.storage.device_state import DeviceState
     from protocol.doctor.findings import Finding
 
-_SHARED = (
-    "enrollment", "broker", "tls", "ca", "cert", "key", "username", "password_file", "data", "device_id",
-)  # fmt: skip
-"""Options of the program itself that may also follow the command's name."""
 
-
-def _shared_options(command: click.Command) -> click.Command:
-    for name in reversed(_SHARED):
-        option = copy.copy(next(each for each in cli.params if each.name == name))
-        option.callback = inherit
-        command.params.insert(0, option)
-    return command
-
-
-@_shared_options
 @click.command(
     "doctor",
     epilog=examples(
         "edge-client doctor --broker broker.example --data /srv/images",
-        "edge-client --config /etc/protofleet/edge-client.toml doctor --json",
+        "edge-client doctor --config /etc/protofleet/edge-client.toml --json",
     ),
 )
-@fleet_option
-@state_option
+@member_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def doctor_command(context: click.Context, /, *, as_json: bool, **options: Any) -> None:
-    """Check broker, TLS, login, access list, packet limit, clock, disk, images, ONNX Runtime and the pinned key.
+    """Check the connection, clock, disk, images and libraries.
 
-    Takes the options of the program, before or after `doctor`, changes nothing, and says what to do. The exit status is
-    1 if a check failed; warnings leave it 0. Programs ignore what it publishes.
+    Of the connection: broker, TLS, login, access list, packet limit and the aggregator's key. Takes the options of
+    `run`, changes nothing, and says what to do. The exit status is 1 if a check failed; warnings leave it 0.
+    Programs ignore what it publishes.
     """
     from protocol.doctor.findings import report
 
-    contexts = [context] if context.parent is None else [context, context.parent]
-    if all(each.get_parameter_source("fleet") is ParameterSource.DEFAULT for each in contexts):
-        options["fleet"] = None
-    key = context.parent.params["aggregator_key"] if context.parent is not None else None
-    settings, store, folder = _settings(aggregator_key=key, **options)
+    settings, store, folder = _settings(**options)
     context.exit(report(_findings(settings, store, folder), as_json=as_json))
 
 

@@ -11,12 +11,11 @@ import click
 from edge_client.cli.options import (
     COUNT,
     as_json_text,
-    fleet_option,
     loading_modules,
     open_state,
     prior_option,
     provider_option,
-    state_option,
+    state_options,
     threads_option,
 )
 from protocol.cli import examples, plain, say, setting
@@ -56,8 +55,7 @@ csv_option = click.option("--csv", "as_csv", is_flag=True, help="Print CSV with 
     ),
 )
 @click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
-@fleet_option
-@state_option
+@state_options
 @provider_option
 @threads_option
 @prior_option

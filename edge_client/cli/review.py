@@ -13,11 +13,11 @@ from edge_client.cli.options import (
     COUNT,
     FOLDER,
     as_json_text,
-    fleet_option,
+    data_option,
     loading_modules,
     open_state,
     provider_option,
-    state_option,
+    state_options,
     threads_option,
 )
 from protocol.cli import counted, examples, plain, say, setting
@@ -34,19 +34,18 @@ if TYPE_CHECKING:
 @click.command(
     "review",
     epilog=examples(
-        "edge-client review /srv/images",
-        "edge-client review /srv/images --unlabeled /srv/camera --page",
+        "edge-client review --data /srv/images",
+        "edge-client review --data /srv/images --unlabeled /srv/camera --page",
     ),
 )
-@click.argument("data", type=click.Path(path_type=Path))
-@fleet_option
-@state_option
+@state_options
+@data_option
 @provider_option
 @threads_option
 @setting(
     "--unlabeled",
     type=FOLDER,
-    help="Folder of unlabeled images, outside of DATA; of none of the classes, too. Nothing of them is uploaded.",
+    help="Folder of unlabeled images, outside of --data; of none of the classes, too. Nothing of them is uploaded.",
 )
 @click.option("--limit", type=COUNT, default=50, show_default=True, help="Findings of each kind.")
 @click.option("--all", "everything", is_flag=True, help="List images, too, that were kept on the page.")
@@ -61,10 +60,10 @@ def review_command(  # noqa: PLR0913 - every option of the command line
     *, data: Path, fleet: str, state: Path | None, provider: "Provider", threads: int | None,
     unlabeled: Path | None, limit: int, everything: bool, page: bool, port: int, as_json: bool,
 ) -> None:  # fmt: skip
-    """List the labeled images in DATA that the installed head finds suspicious, and unlabeled ones to label first.
+    """List labeled images that the installed head finds suspicious.
 
-    DATA is a folder with one sub-folder for each class, or a CSV file, as for --data. The list is for people: correct
-    labels are on it, too. With --page, keys move images between the classes' folders; none is deleted or replaced.
+    With --unlabeled also unlabeled images that are worth a label. The list is for people: correct labels are on it,
+    too. With --page, keys move images between the classes' folders; none is deleted or replaced.
     """
     with loading_modules():
         from edge_client.apps.review.findings import review

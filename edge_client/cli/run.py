@@ -1,38 +1,28 @@
-"""`edge-client`: the device program as a service, once, or as a dry run."""
+"""`edge-client run` and `dry-run`: the device program as a service, and what it would upload."""
 
-import json
 import logging
-import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 from click.core import ParameterSource
 
 from edge_client.cli.options import (
-    COUNT,
+    CONFIG,
     FOLDER,
-    fleet_option,
+    as_json_text,
+    backbone_option,
+    extraction_options,
     loading_modules,
+    member_options,
     open_state,
-    provider_option,
-    state_option,
-    threads_option,
+    privacy_options,
 )
-from protocol.cli import (
-    access_options,
-    config_option,
-    counted,
-    examples,
-    read_access,
-    say,
-    setting,
-    start_logging,
-    verbose_option,
-)
+from protocol.cli import counted, examples, read_access, say, setting, start_logging, verbose_option
 from protocol.errors import ConfigError
 from protocol.service_manager import stop_on_terminate
-from protocol.wire.messages import MAX_SUMMED
 
 if TYPE_CHECKING:
     from edge_client.runtime.session import Provider
@@ -40,65 +30,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-
-def _public_key(_context: click.Context, _option: click.Parameter, value: str | None) -> bytes | None:
-    """Return 32 bytes from 64 hex digits."""
-    if value is None:
-        return None
-    if re.fullmatch("[0-9A-Fa-f]{64}", value) is None:
-        raise click.BadParameter(f"expected a public key, 64 hex digits, got {value!r}")
-    return bytes.fromhex(value)
+_SHARED = ("config", "enrollment", "fleet", "state", "provider", "threads", "verbose")
+"""Options of `run` that `serve` and `watch` have, too."""
 
 
-@click.group(
-    invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+@click.command(
+    "run",
+    context_settings={"allow_extra_args": True},
     epilog=examples(
-        "edge-client --broker broker.example --data /srv/images --dry-run",
-        "edge-client --enrollment /etc/protofleet/enrollment --data /srv/images",
+        "edge-client run --broker broker.example --data /srv/images",
+        "edge-client run --config /etc/protofleet/edge-client.toml",
+        "edge-client run --broker broker.example --serve --watch /srv/camera",
     ),
 )
-@config_option
-@setting(
-    "--enrollment",
-    type=FOLDER,
-    is_eager=True,
-    help="Enrollment directory made by `aggregator enroll`: device id, fleet, broker and keys.",
-)
-@setting("--broker", metavar="HOST[:PORT][,...]", help="MQTT broker of the fleet; several are tried in turn.")
-@access_options
-@setting(
-    "--data",
-    type=click.Path(path_type=Path),
-    default=Path("data"),
-    help="Directory with one subdirectory of images per class, or a CSV file with the columns path,label.",
-)
-@fleet_option
-@setting("--device-id", help="Device id  [default: derived from the machine]")
-@state_option
+@member_options
+@extraction_options
+@backbone_option
+@privacy_options
 @setting("--once", is_flag=True, help="Exit once a head is installed and evaluated.")
-@click.option("--dry-run", is_flag=True, help="Show what would be uploaded, upload nothing, and exit.")
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="With --dry-run and --backbone, and without a fleet: print seconds an image, memory and bytes as JSON.",
-)
-@setting(
-    "--holdout",
-    type=click.FloatRange(0, 1, max_open=True),
-    default=0.2,
-    help="Fraction of the images held out to evaluate heads.",
-)
-@setting(
-    "--backbone",
-    multiple=True,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Local copy of one of the task's backbones, used instead of a download; may be repeated.",
-)
-@provider_option
-@threads_option
-@setting("--batch-size", type=COUNT, default=16, hidden=True, help="Images per run of the backbone.")
 @setting(
     "--rescan-s",
     type=click.FloatRange(min=0.1),
@@ -107,64 +56,73 @@ def _public_key(_context: click.Context, _option: click.Parameter, value: str | 
     help="Seconds between scans for new images.",
 )
 @setting(
-    "--aggregator-key",
-    metavar="HEX",
-    callback=_public_key,
-    help="Public key of the aggregator, from `aggregator status`  [default: the first key received]",
+    "--serve", is_flag=True, help="Run `edge-client serve`, too, with the options in [serve] of the file."
 )
 @setting(
-    "--max-epsilon",
-    type=click.FloatRange(0, min_open=True),
-    help="Privacy budget (epsilon) for all submissions together; refuses tasks without differential privacy.",
-)
-@setting(
-    "--second-operator",
-    metavar="HEX",
-    callback=_public_key,
-    help="`seal_key` of the second operator, from its operator.toml: refuses tasks without it. Without this option,"
-    " tasks with a second operator are refused. Needs --max-epsilon.",
-)
-@setting(
-    "--min-devices",
-    type=click.IntRange(2, MAX_SUMMED),
-    help="Devices in a sum before the second operator may open this device's part  [default: the task's]",
+    "--watch", type=FOLDER, help="Run `edge-client watch`, too, with the options in [watch] of the file."
 )
 @verbose_option
-@click.version_option(package_name="protofleet")
 @click.pass_context
-def cli(context: click.Context, /, **options: Any) -> None:
-    """Upload class prototypes of this device's labeled images, and install the classifier head of the fleet.
+def run_command(context: click.Context, /, *, serve: bool, watch: Path | None, **options: Any) -> None:
+    """Upload prototypes of labeled images, and install the fleet's heads.
 
-    No image is uploaded. Runs as a service until interrupted, or until done with --once or --dry-run.
+    Runs until interrupted. No image is uploaded. A table [serve] in the file of --config stands for --serve, and
+    [watch] with a folder for --watch.
     """
-    if options["enrollment"] and context.get_parameter_source("fleet") is ParameterSource.DEFAULT:
-        from protocol.enrollment import read_card
+    if context.args:
+        raise click.UsageError(
+            f"unexpected argument {context.args[0]!r}: options follow the name of a command"
+        )
+    shared = _given(context)
+    programs = {
+        **({"serve": shared} if serve else {}),
+        **({"watch": [str(watch), *shared]} if watch is not None else {}),
+    }
+    context.exit(_serve(programs=programs, **options))
 
-        # In the context too, from which a command inherits it.
-        context.params["fleet"] = options["fleet"] = read_card(options["enrollment"]).fleet
-    if context.invoked_subcommand is None:
-        context.exit(_serve(**options))
+
+def _given(context: click.Context) -> list[str]:
+    """Return the options for `serve` and `watch` that were given on the command line: they have the others already."""
+    values, given = {**context.params, "config": context.meta.get(CONFIG)}, list[str]()
+    for name in _SHARED:
+        value = values[name]
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and value is not False:
+            given += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return given
+
+
+@click.command(
+    "dry-run",
+    epilog=examples("edge-client dry-run --broker broker.example --data /srv/images"),
+)
+@member_options
+@extraction_options
+@backbone_option
+@privacy_options
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@verbose_option
+@click.pass_context
+def dry_run_command(context: click.Context, /, **options: Any) -> None:
+    """Show what this device would upload, and upload nothing."""
+    context.exit(_serve(dry_run=True, once=False, rescan_s=30.0, programs={}, **options))
 
 
 def _serve(  # noqa: PLR0913 - every option of the command line
-    *, verbose: bool, dry_run: bool, as_json: bool, once: bool, broker: str | None, data: Path, fleet: str,
+    *, programs: Mapping[str, Sequence[str]], verbose: bool, once: bool, dry_run: bool = False,
+    as_json: bool = False, broker: str | None, data: Path, fleet: str | None,
     device_id: str | None, state: Path | None, holdout: float, backbone: tuple[Path, ...], provider: "Provider",
     threads: int | None, batch_size: int, rescan_s: float, aggregator_key: bytes | None,
     enrollment: Path | None, max_epsilon: float | None, second_operator: bytes | None,
     min_devices: int | None, **access_given: Any,
 ) -> int:  # fmt: skip
     with loading_modules():
-        from edge_client.agent.state import Mode
+        from edge_client.agent.state import Mode, StoredState
         from edge_client.config import membership
         from edge_client.service.device import Device
-        from edge_client.storage.stored_values import CurrentTask
+        from edge_client.service.programs import running
         from protocol.mqtt.tls import readable_by_others, warnings
 
     start_logging(verbose=verbose)
-    if once and dry_run:
-        raise click.UsageError("--once and --dry-run cannot be used together")
-    if as_json and not (dry_run and backbone):
-        raise click.UsageError("--json needs --dry-run and --backbone")
     if second_operator is not None and max_epsilon is None:
         raise click.UsageError("--second-operator needs --max-epsilon, the limit of what a sum may reveal")
     member = membership(
@@ -180,20 +138,9 @@ def _serve(  # noqa: PLR0913 - every option of the command line
             f"no images at {data}: expected a directory with one subdirectory per class, or a CSV file with the "
             "columns path,label; pass it with --data, or an empty directory to receive heads only"
         )
-    if as_json:
-        from edge_client.cli.cost import measure
-
-        options: dict[str, Any] = {
-            "data": data,
-            "backbones": backbone,
-            "holdout": holdout,
-            "provider": provider,
-        }
-        say(json.dumps(measure(**options, threads=threads, batch_size=batch_size)))
-        return 0
     store = open_state(state, member.fleet, lock=True)
     device_id = store.device_id(member.device_id)
-    if member.broker is None and not (dry_run and store.get(CurrentTask).digest):
+    if member.broker is None and not (dry_run and store.get(StoredState).task):
         raise click.UsageError("missing broker: pass --broker HOST[:PORT]")
     notes = warnings(member.access, member.broker) if member.broker else []
     if enrollment is not None:
@@ -215,8 +162,14 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         rescan_s=rescan_s,
     )
     stop_on_terminate()
-    device = Device(settings, store, show=_show_dry_run if dry_run else None)
-    return device.run()
+    device = Device(settings, store, show=(_print_json if as_json else _show_dry_run) if dry_run else None)
+    with running(programs):
+        return device.run()
+
+
+def _print_json(shown: "Shown") -> None:
+    privacy = msgspec.to_builtins(shown.privacy, builtin_types=(bytes,))
+    click.echo(as_json_text({**msgspec.to_builtins(shown.report), "privacy": privacy}, indent=2))
 
 
 def _show_dry_run(shown: "Shown") -> None:

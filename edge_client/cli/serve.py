@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 import click
 
 from edge_client.cli.options import (
-    fleet_option,
     loading_modules,
     open_state,
     prior_option,
     provider_option,
-    state_option,
+    state_options,
     threads_option,
 )
 from edge_client.cli.predict import min_probability_option
@@ -38,8 +37,7 @@ _MIB = 1024**2
     "serve",
     epilog=examples("edge-client serve", "curl --data-binary @photo.jpg http://127.0.0.1:8090/predict"),
 )
-@fleet_option
-@state_option
+@state_options
 @provider_option
 @threads_option
 @prior_option
@@ -61,10 +59,10 @@ def serve_command(  # noqa: PLR0913 - every option of the command line
     min_probability: float,
     http: str, http_token_file: Path | None, max_image_mb: int, verbose: bool,
 ) -> None:  # fmt: skip
-    """Answer HTTP requests with predictions of the newest head, until interrupted.
+    """Answer HTTP requests with predictions of the newest head.
 
-    POST /predict takes an image file as its body, and returns JSON; GET /healthz returns 200 if there is a head. A head
-    that the device installs is used from the next request on.
+    Runs until interrupted. POST /predict takes an image file as its body, and returns JSON; GET /healthz returns
+    200 if there is a head. A head that the device installs is used from the next request on.
     """
     with loading_modules():
         from edge_client.apps.head_in_use import HeadInUse

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from edge_client.cli.options import as_json_text, fleet_option, open_state, state_option
+from edge_client.cli.options import as_json_text, open_state, state_options
 from protocol.cli import counted, examples, say
 
 if TYPE_CHECKING:
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 @click.command("status", epilog=examples("edge-client status --json"))
-@fleet_option
-@state_option
+@state_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
     """Show the device's images, submission, head and problems."""
@@ -117,9 +116,10 @@ def _say_left_out(summary: dict[str, Any]) -> None:
 @click.command("make-key", epilog=examples("edge-client make-key signing.key"))
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 def make_key_command(*, file: Path) -> None:
-    """Create the device's private key FILE, unless it exists, and print its public key.
+    """Create a private key FILE, and print its public key.
 
-    For `aggregator enroll --key`: move FILE as signing.key into the folder that this command has made.
+    An existing FILE is kept. For `aggregator enroll --key`: move FILE as signing.key into the folder that this
+    command has made.
     """
     from protocol.storage.keyfile import read_or_make_key
     from protocol.wire.signing import public_key
@@ -128,10 +128,12 @@ def make_key_command(*, file: Path) -> None:
 
 
 @click.command("take-over", epilog=examples("edge-client take-over --state /var/lib/protofleet/edge-client"))
-@fleet_option
-@state_option
+@state_options
 def take_over_command(*, fleet: str, state: Path | None) -> None:
-    """Continue with this state, although another program with the device's key was started later."""
+    """Continue with this state after another one was used.
+
+    That is, a program with the device's key was started later on another state.
+    """
     open_state(state, fleet, read_only=True)  # raises where there is none, instead of creating one
     say(open_state(state, fleet, lock=True).take_over())
 

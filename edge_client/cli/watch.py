@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import re
 import time
 from contextlib import closing, nullcontext, suppress
 from pathlib import Path
@@ -11,12 +12,11 @@ import click
 
 from edge_client.cli.options import (
     FOLDER,
-    fleet_option,
     loading_modules,
     open_state,
     prior_option,
     provider_option,
-    state_option,
+    state_options,
     threads_option,
 )
 from edge_client.cli.predict import (
@@ -46,20 +46,32 @@ log = logging.getLogger(__name__)
 _PREFIX = "PROTOFLEET_PUBLISH_"
 """Of the variables with credentials for --publish: its broker must not get the fleet's."""
 
+INTERVAL_S = 0.5
+"""Seconds between searches for new images, at least."""
 MAX_LOAD = 0.1
 """Share of the time in which the folder may be searched: a search of 100,000 images takes seconds."""
+
+
+def _agreement(text: str) -> tuple[int, int]:
+    """Return N and IMAGES of N/IMAGES."""
+    found = re.fullmatch(r"(\d{1,4})/(\d{1,4})", text, re.ASCII)
+    needed, images = map(int, found.groups()) if found else (0, 0)
+    if not needed <= images < 2 * needed:
+        raise click.BadParameter(
+            f"expected N/IMAGES with N more than half of them, such as 2/3, got {text!r}"
+        )
+    return needed, images
 
 
 @click.command(
     "watch",
     epilog=examples(
         "edge-client watch /srv/camera --json",
-        "edge-client watch /srv/camera --changes --publish homeassistant.local --username camera --password-file pw",
+        "edge-client watch /srv/camera --agree 2/3 --publish homeassistant.local --username camera --password-file pw",
     ),
 )
 @click.argument("folder", type=FOLDER)
-@fleet_option
-@state_option
+@state_options
 @provider_option
 @threads_option
 @prior_option
@@ -69,29 +81,11 @@ MAX_LOAD = 0.1
 @csv_option
 @click.option("--existing", is_flag=True, help="Classify the images that are in FOLDER at the start, too.")
 @click.option(
-    "--interval-s", type=click.FloatRange(min=0.05), default=0.5, show_default=True,
-    help="Seconds between searches for new images; at least ten times what a search takes.",
-)  # fmt: skip
-@click.option(
-    "--changes",
-    is_flag=True,
-    help="Print a line only when the answer changes, on which most of the newest images agree.",
+    "--agree",
+    type=_agreement,
+    metavar="N/IMAGES",
+    help="Print a line only when the answer changes on which N of the newest IMAGES agree, such as 2/3.",
 )
-@click.option(
-    "--frames",
-    type=click.IntRange(1, 1000),
-    default=3,
-    show_default=True,
-    help="Newest images for --changes.",
-)
-@click.option(
-    "--agree", type=click.FloatRange(0.5, 1, min_open=True), default=0.6, show_default=True,
-    help="Share of --frames that must have one answer.",
-)  # fmt: skip
-@click.option(
-    "--debounce-s", type=click.FloatRange(min=0), default=0.0, show_default=True,
-    help="Seconds for which they must agree before the answer changes.",
-)  # fmt: skip
 @setting(
     "--publish",
     metavar="HOST[:PORT]",
@@ -103,13 +97,12 @@ MAX_LOAD = 0.1
 def watch_command(  # noqa: PLR0913 - every option of the command line
     *, folder: Path, fleet: str, state: Path | None, provider: "Provider", threads: int | None,
     prior: "Setting", min_probability: float, top: int, as_json: bool, as_csv: bool, existing: bool,
-    interval_s: float, changes: bool, frames: int, agree: float, debounce_s: float, publish: str | None,
-    sensor: str | None, verbose: bool, **access_given: Any,
+    agree: tuple[int, int] | None, publish: str | None, sensor: str | None, verbose: bool, **access_given: Any,
 ) -> None:  # fmt: skip
-    """Classify each new image in FOLDER, and below it, with the newest head, until interrupted.
+    """Classify each new image in FOLDER with the newest head.
 
-    An image that is still being written is waited for, and one that changes is classified again. With --changes, FOLDER
-    has the images of one camera.
+    Runs until interrupted. Folders in FOLDER are searched, too. An image that is still being written is waited for,
+    and one that changes is classified again. With --agree, FOLDER has the images of one camera.
     """
     with loading_modules():
         from edge_client.apps.head_in_use import HeadInUse
@@ -140,8 +133,8 @@ def watch_command(  # noqa: PLR0913 - every option of the command line
             log.warning("%s", warning)
         opened = Sensor(broker, access, device=store.get(DeviceName).value, name=name, folder=folder)
         output = published(output, opened)
-    if changes:
-        output = changes_only(output, Majority(frames=frames, agree=agree, debounce_s=debounce_s))
+    if agree is not None:
+        output = changes_only(output, Majority(*agree))
     heads = HeadInUse(store, provider=provider, threads=threads, prior=prior, min_probability=min_probability)
     watch = FolderWatch(folder, existing=existing)
     stop_on_terminate()
@@ -153,12 +146,12 @@ def watch_command(  # noqa: PLR0913 - every option of the command line
         while True:
             with suppress(ProtofleetError):  # as long as there is no head that works, which is logged
                 classify_new(watch, heads.follow(), top=top, output=output)
-            time.sleep(pause_s(interval_s, scan_s=watch.scan_s))
+            time.sleep(pause_s(watch.scan_s))
 
 
-def pause_s(interval_s: float, *, scan_s: float) -> float:
+def pause_s(scan_s: float) -> float:
     """Return the seconds until the next search of the folder, after one of `scan_s`."""
-    return max(interval_s, scan_s / MAX_LOAD)
+    return max(INTERVAL_S, scan_s / MAX_LOAD)
 
 
 def published(output: Print, sensor: "Sensor") -> Print:
@@ -178,7 +171,7 @@ def changes_only(output: Print, state: "Majority") -> Print:
     from edge_client.data.extraction import Refusal
 
     def print_change(path: Path, prediction: "Prediction | Refusal", head: "InstalledHead") -> None:
-        if isinstance(prediction, Refusal) or state.changes(prediction.answer, now_s=time.monotonic()):
+        if isinstance(prediction, Refusal) or state.changes(prediction.answer):
             output(path, prediction, head)
 
     return print_change

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from shutil import disk_usage
 
+from edge_client.agent.state import StoredState
 from edge_client.data.images import LabeledImage, name_some, scan_images
 from edge_client.runtime.session import require_runtime
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.disk_space import MAX_RESERVE_BYTES, RESERVE_SHARE
-from edge_client.storage.stored_values import CurrentTask
 from protocol.cli import counted
 from protocol.doctor.findings import Finding
 from protocol.doctor.machine import check_disk
@@ -33,7 +33,7 @@ def check_state(folder: Path, store: DeviceState | None) -> Iterator[Finding]:
 def stored_task(store: DeviceState | None) -> TaskManifest | None:
     """Return the task that the device works on; None if there is none."""
     try:
-        digest = store.get(CurrentTask).digest if store is not None else b""
+        digest = store.get(StoredState).task if store is not None else b""
         if store is None or not digest:
             return None
         return decode_message(store.blobs.read(digest), TaskManifest, max_bytes=MAX_MANIFEST_BYTES)

@@ -6,7 +6,7 @@ import os
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -17,6 +17,7 @@ from edge_client.config import Settings
 from edge_client.data.extraction import Isolate
 from edge_client.data.image_scanner import Scan
 from edge_client.data.images import LabeledImage
+from edge_client.privacy.policy import is_bounded
 from edge_client.runtime.backbone import Backbone
 from edge_client.runtime.session import require_runtime
 from edge_client.storage.culprits import Culprits
@@ -34,6 +35,7 @@ from edge_client.storage.job_folder import (
     ImageList,
     Job,
     JobSettings,
+    JobVersion,
     Line,
     Problem,
     Ready,
@@ -59,7 +61,10 @@ from protocol.storage.folder_lock import FolderLock
 from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_MANIFEST_BYTES, RoundManifest, TaskManifest
 
-Message = TypeVar("Message")
+if TYPE_CHECKING:
+    from edge_client.storage.device_state import DeviceState
+
+Manifest = TypeVar("Manifest", TaskManifest, RoundManifest)
 
 LOCK_WAIT_S = 600.0
 """How long a job waits for one of an earlier service that is still ending."""
@@ -161,12 +166,15 @@ class _Program:
     def run(self, run: Run) -> None:
         """Run a job, and leave its result."""
         folder = Path(os.fsdecode(run.folder))
-        job = msgspec.json.decode((folder / JOB_FILE).read_bytes(), type=Job)
-        if job.version != __version__:
-            text = f"protofleet was upgraded from {job.version} to {__version__} while edge-client runs: restart it"
+        data = (folder / JOB_FILE).read_bytes()
+        version = msgspec.json.decode(data, type=JobVersion).version
+        if version != __version__:
+            text = (
+                f"protofleet was upgraded from {version} to {__version__} while edge-client runs: restart it"
+            )
             result = Result(outcome=Problem(text=text))
         else:
-            result = self._result(run, folder, job)
+            result = self._result(run, folder, msgspec.json.decode(data, type=Job))
         (folder / RESULT_FILE).write_bytes(msgspec.json.encode(result))
         self._service.send(Finished())
 
@@ -174,18 +182,19 @@ class _Program:
         state_folder = folder.parent.parent
         state = JobState(state_folder, folder, job, run)
         try:
-            workspace = self._open(state, folder, job)
-            rounds, manifest = RoundTraining(workspace), _decoded(job.manifest, TaskManifest)
+            manifest = _decoded(job.manifest, TaskManifest)
+            workspace = self._open(state, folder, job, manifest)
+            rounds = RoundTraining(workspace)
             runner: SubmissionBuilder | HeadInstaller
             if job.head is None:
                 runner = builder = SubmissionBuilder(workspace, rounds)
                 opened = _decoded(job.round, RoundManifest) if job.round else None
                 build = BuildSubmission(job.task, manifest, opened, above=job.above)
-                result = Result(outcome=builder.build(build, _never), shown=builder.shown)
+                result = Result(outcome=builder.build(build), shown=builder.shown)
             else:
                 runner = installer = HeadInstaller(workspace, rounds)
                 install = InstallHead(job.task, manifest, job.head, job.as_canary)
-                result = Result(outcome=installer.install(install, _never))
+                result = Result(outcome=installer.install(install))
         except StateError as error:
             return Result(outcome=_problem(error))
         return replace(
@@ -200,16 +209,18 @@ class _Program:
             line=runner.line,
         )
 
-    def _open(self, state: JobState, folder: Path, job: Job) -> Workspace:
+    def _open(self, state: JobState, folder: Path, job: Job, manifest: TaskManifest) -> Workspace:
         """Return the workspace, with the cache and the open backbones of the job before this one."""
         settings = _settings(job.settings, dry_run=job.is_dry_run)
         before = self._workspace
-        cache = self._open_cache(state.folder) if before is None else before.cache
+        is_bound = is_bounded(manifest, max_epsilon=settings.max_epsilon)
+        writes = job.kind == "build" or not is_bound  # where it is, a head is evaluated beside a build
+        cache = self._open_cache(state.folder, writes=writes) if before is None else before.cache
         listed = msgspec.json.decode((folder / IMAGES_FILE).read_bytes(), type=ImageList)
         scan = _scan(listed)
         workspace = Workspace(
             settings,
-            state,
+            cast("DeviceState", state),
             cache,
             find=lambda _: scan,
             dry_run=job.is_dry_run,
@@ -224,10 +235,10 @@ class _Program:
         self._workspace = workspace
         return workspace
 
-    def _open_cache(self, folder: Path) -> FeatureCache:
+    def _open_cache(self, folder: Path, *, writes: bool) -> FeatureCache:
         """Open the features, which one job at a time writes: one of an earlier service may be ending still."""
         self._lock = FolderLock(folder, "features.lock")
-        if not self._lock.take(wait_s=LOCK_WAIT_S):
+        if writes and not self._lock.take(wait_s=LOCK_WAIT_S):
             raise StateError(f"another job still writes the features in {folder}: try again")
         return FeatureCache(folder / "features.sqlite")
 
@@ -237,11 +248,7 @@ def _granted(workspace: Workspace, granted: Grant) -> Grant:
     return granted
 
 
-def _never() -> bool:
-    return False
-
-
-def _decoded(data: bytes, kind: type[Message]) -> Message:
+def _decoded(data: bytes, kind: type[Manifest]) -> Manifest:
     return decode(data, kind, max_bytes=MAX_MANIFEST_BYTES)
 
 

@@ -13,7 +13,7 @@ from edge_client.storage.device_state import DeviceState
 from edge_client.storage.job_folder import Charge, Grant
 from edge_client.storage.privacy_ledger import Release
 from edge_client.storage.stored_values import PrivacySpent
-from protocol.errors import PrivacyFailed, PrivacyRefused
+from protocol.errors import PrivacyFailed, PrivacyRefused, StateError
 from protocol.log import event
 from protocol.statistics.noisy_sums import epsilon_of_sums
 from protocol.wire.codec import decode, digest_of
@@ -46,9 +46,18 @@ class Charges:
 
         Raises:
             PrivacyRefused: the budget is exceeded.
-            PrivacyFailed: there is no release to bind, or the device's secret is lost.
+            PrivacyFailed: there is no release to bind, the device's secret is lost, or any step failed.
             StateError: the disk is full or fails.
         """
+        try:
+            return self._answer(charge)
+        except (PrivacyRefused, StateError):
+            raise
+        except Exception as error:
+            event(log, logging.ERROR, "charge failed", error=f"{type(error).__name__}: {error}")
+            raise PrivacyFailed(FAILED) from error
+
+    def _answer(self, charge: Charge) -> Grant:
         if charge.content is None:
             release = self._charge(self._fingerprint(charge))
         elif self._release is None:

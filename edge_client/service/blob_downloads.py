@@ -9,7 +9,7 @@ from edge_client.agent.state import State
 from edge_client.progress_bar import Progress
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.disk_space import DiskAlmostFull, require_space
-from edge_client.storage.stored_values import CurrentRound, Heads, StoredInitialModel, StoredLocalModel
+from edge_client.storage.stored_values import Heads, StoredInitialModel, StoredLocalModel
 from protocol.errors import BackboneMismatch, TransferError
 from protocol.log import event
 from protocol.storage.blobstore import BlobStore, file_digest
@@ -80,7 +80,8 @@ class BlobDownloads:
             return state.stored
         store = self._store
         used = {state.task, *(blob.digest for blob in state.required_blobs)}
-        facts = (store.get(StoredLocalModel), store.get(StoredInitialModel), store.get(CurrentRound))
+        used.add(state.durable.round)
+        facts = (store.get(StoredLocalModel), store.get(StoredInitialModel))
         used |= {fact.digest for fact in facts} | store.image_groups.files()
         heads = store.get(Heads)
         for head in filter(None, (heads.installed, heads.previous)):

@@ -5,11 +5,10 @@ import logging
 import math
 import queue
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from edge_client.agent import events, state_machine
-from edge_client.agent.state import Mode, State, UploadItem
+from edge_client.agent.state import Mode, State, StoredState, UploadItem
 from edge_client.config import Settings
 from edge_client.privacy.policy import may_upload
 from edge_client.service import notices
@@ -23,13 +22,8 @@ from edge_client.storage.culprits import MAX_DEATHS, task_key
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.disk_space import DiskAlmostFull, free_bytes
 from edge_client.storage.stored_values import (
-    BuildProblem,
-    CurrentRound,
-    CurrentTask,
-    EvaluatedHead,
     Heads,
     Holdout,
-    Problems,
 )
 from protocol.cli import plain
 from protocol.errors import BackboneMismatch, ConfigError, MalformedMessage, ProtofleetError, StateError
@@ -76,7 +70,6 @@ class Device:
         self._is_dry_run = settings.mode is Mode.DRY_RUN
         if not self._is_dry_run:
             require_not_replaced(store.get(Duplicate), command=TAKE_OVER)
-            store.set(Problems())
             store.set(Holdout(settings.holdout))
         self._events: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self._jobs = Jobs(settings, store, emit=self._events.put, show=show)
@@ -85,6 +78,8 @@ class Device:
         self._own_topic = OwnTopic(settings, store, self._publisher, refuse=self._inbox.refuse)
         self._downloads = BlobDownloads(store)
         self._state = stored_state(settings, store)
+        if not self._is_dry_run:
+            store.set(self._state.durable)
         self._exit: events.Exit | None = None
         self._info_is_due = False
         self._drift = read_value(store.folder, Drift).newest(now_s=time.time())
@@ -160,9 +155,10 @@ class Device:
         drift = read_value(self._store.folder, Drift).newest(now_s=time.time())
         self._info_is_due |= drift != self._drift
         self._drift = drift
-        head = self._store.leave_failed_heads().installed
+        heads, reason = self._store.leave_failed_heads()
+        head = heads.installed
         if (key := head.key if head else None) != state.installed:
-            self._step(events.HeadReturned(key))
+            self._step(events.HeadReturned(key, reason))
             self._info_is_due = True
 
     def _handle(self, event: Incoming) -> None:
@@ -209,8 +205,6 @@ class Device:
                 level = logging.DEBUG if repeated else logging.ERROR
                 log_event(log, level, "publication refused by the broker", topic=topic, reason=reason)
             case events.SubmissionBuilt(reason=reason):
-                if not self._is_dry_run:
-                    self._store.set(BuildProblem(reason))
                 if reason:
                     notify(notices.ProblemReported(kind="build", text=reason))
                 self._info_is_due = True
@@ -228,13 +222,11 @@ class Device:
                 self._step(event)
 
     def _report(self) -> None:
-        """Store, log and publish problems that have changed, and publish the device's info when it is due."""
+        """Log and publish problems that have changed, and publish the device's info when it is due."""
         # Refused messages are reported when the number for one reason reaches a power of two.
         refused = {reason: count.bit_length() for reason, count in self._inbox.refused.items()}
         problems = self._state.problems
         before, self._reported = self._reported, (problems, refused, self._own_topic.warning)
-        if problems != before[0] and not self._is_dry_run:
-            self._store.set(Problems(problems))
         for kind, text in problems.items():
             if text != before[0].get(kind):
                 notify(notices.ProblemReported(kind=kind, text=text))
@@ -258,8 +250,8 @@ class Device:
 
     def _check_expiry(self) -> None:
         """Note which manifests have expired, before anything follows from them."""
-        if not self._is_dry_run:
-            self._state = replace(self._state, expired=self._inbox.expired())
+        if not self._is_dry_run and (expired := self._inbox.expired()) != self._state.expired:
+            self._step(events.ManifestsExpired(expired))
 
     def _take(self, message: Message | None) -> None:
         match message:
@@ -272,11 +264,11 @@ class Device:
                 self._take_task(message)
                 return
             case RoundManifest() if message != self._state.round and not self._is_dry_run:
-                before = self._store.get(CurrentRound).digest
-                digest = self._store.blobs.put(encode(message))
-                self._store.set(CurrentRound(digest))
+                before, digest = self._state.durable.round, self._store.blobs.put(encode(message))
+                self._step(message)
                 if before not in (b"", digest):
                     self._store.blobs.delete([before])
+                return
             case Receipt(status="refused", reason="signature", digest=digest) if any(
                 upload.digest == digest for upload in self._state.uploads
             ):
@@ -296,9 +288,10 @@ class Device:
                 if self._settings.mode is not Mode.SERVICE:
                     raise
                 problem = plain(f"{error}; waiting for another task")
-                self._state = replace(self._state, task_problem=problem)
+                self._step(events.TaskRefused(problem))
                 return
-            self._state = replace(self._state, stored=frozenset(self._store.blobs.digests()))
+            if (stored := frozenset(self._store.blobs.digests())) != self._state.stored:
+                self._step(events.BlobsStored(stored))
         self._step(seen)
         if is_new and not seen.recalled:
             self._delete_unused()
@@ -325,7 +318,7 @@ class Device:
             )
         )
         if not self._is_dry_run and not seen.recalled:
-            self._store.set(CurrentTask(self._store.blobs.put(seen.payload)))
+            self._store.blobs.put(seen.payload)
 
     def _read_outbox(self) -> None:
         self._step(events.OutboxSeen(self._store.outbox.items()))
@@ -357,7 +350,10 @@ class Device:
 
     def _step(self, event: events.Event) -> None:
         """Let the agent handle an event, and perform the actions that follow."""
+        before = self._state.durable
         self._state, actions = state_machine.step(self._state, event, now_s=time.monotonic())
+        if not self._is_dry_run and (durable := self._state.durable) != before:
+            self._store.set(durable)
         for action in actions:
             try:
                 self._perform(action)
@@ -409,25 +405,27 @@ class Device:
             self._events.put(events.HeadReturned(None))
 
     def _store_receipt(self, item: UploadItem) -> None:
-        head = self._store.get(Heads).installed
-        facts = (EvaluatedHead(head.key),) if head is not None and head.key == item.head else ()
-        if self._store.outbox.receive(item.digest, facts=facts) and item.kind == "submission":
+        if self._store.outbox.receive(item.digest) and item.kind == "submission":
             log_event(log, logging.INFO, "submission received by the aggregator", digest=item.digest)
             notify(notices.SubmissionReceived(submission=item.digest.hex()))
 
     def _delete_unused(self) -> None:
-        if not self._is_dry_run:
-            self._state = replace(self._state, stored=self._downloads.delete_unused(self._state))
+        if (
+            not self._is_dry_run
+            and (left := self._downloads.delete_unused(self._state)) != self._state.stored
+        ):
+            self._step(events.BlobsStored(left))
 
 
 def stored_state(settings: Settings, store: DeviceState) -> State:
     """Return the state at the start; a head without an evaluation is installed again."""
+    kept, reason = store.get(StoredState), ""
     if settings.mode is not Mode.DRY_RUN:
-        store.leave_failed_heads()
+        _, reason = store.leave_failed_heads()
         store.outbox.drop_damaged()
         if settings.max_epsilon is not None:
             _drop_forbidden(store, settings.max_epsilon, second_operator=settings.second_operator)
-    head, evaluated = store.heads_in_use().installed, store.get(EvaluatedHead).key
+    head, evaluated = store.heads_in_use().installed, kept.evaluated
     key = head.key if head else None
     reported = {evaluated, *(item.head for item in store.outbox.items())}
     return State(
@@ -436,6 +434,10 @@ def stored_state(settings: Settings, store: DeviceState) -> State:
         stored=frozenset(store.blobs.digests()),
         installed=key if key in reported else None,
         evaluated=key if key == evaluated else None,
+        stored_task=kept.task,
+        stored_round=kept.round,
+        stored_build_problem=kept.problems.get("build", ""),
+        head_problem=reason or kept.problems.get("head", ""),
     )
 
 

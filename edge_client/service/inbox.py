@@ -8,10 +8,9 @@ from collections.abc import Iterator
 
 from edge_client.agent import events, manifest_trust
 from edge_client.agent.manifest_trust import ManifestTrust, TimeEstimate, UntrustedManifest
-from edge_client.agent.state import Mode
+from edge_client.agent.state import Mode, StoredState
 from edge_client.config import Settings
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import CurrentRound, CurrentTask
 from protocol.errors import BadSignature, BlobLost, MalformedMessage
 from protocol.log import event
 from protocol.wire.codec import decode, digest_of, is_probe
@@ -94,10 +93,10 @@ class Inbox:
 
         Those that are missing or damaged, or stored by another version of the program, come from the broker again.
         """
-        task, opened, blobs = self._store.get(CurrentTask), self._store.get(CurrentRound), self._store.blobs
+        stored, blobs = self._store.get(StoredState), self._store.blobs
         with contextlib.suppress(BlobLost, MalformedMessage):
-            yield _task_seen(blobs.read(task.digest), recalled=True)
-            yield _round_manifest(blobs.read(opened.digest))
+            yield _task_seen(blobs.read(stored.task), recalled=True)
+            yield _round_manifest(blobs.read(stored.round))
 
     def _decoded(  # noqa: PLR0911 - one case per channel
         self, topic: str, payload: bytes, *, retained: bool

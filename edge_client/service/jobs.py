@@ -56,7 +56,6 @@ from edge_client.storage.job_folder import (
     Worked,
 )
 from edge_client.storage.stored_values import (
-    HeadProblem,
     LeftOut,
     StoredInitialModel,
     StoredLocalModel,
@@ -91,14 +90,13 @@ MAX_LINES = 100
 ShowDryRun = Callable[[Shown], None]
 """Takes what a dry run would upload."""
 
-_READ = (
+_READ: tuple[type[msgspec.Struct], ...] = (
     SubmissionReport,
     TaskSubmissions,
     SubmissionSequence,
     LeftOut,
     StoredLocalModel,
     StoredInitialModel,
-    HeadProblem,
 )
 """Facts that jobs read."""
 
@@ -253,7 +251,8 @@ class Jobs:
         if isinstance(happened, Scanned):
             return self._scanned(happened)
         runner, said = happened.runner, happened.said
-        if runner.child.is_killed:
+        is_aborted = bool(runner.child.reason) and not isinstance(said, int)
+        if runner.child.is_killed or is_aborted:
             return None
         if isinstance(said, str):
             self._log_line(runner, said)
@@ -331,6 +330,9 @@ class Jobs:
             idle = self._runners[""]
             if idle.job is None and idle.is_new:
                 self._runners[slot] = self._runners.pop("")
+        for other, each in tuple(self._runners.items()):
+            if other != slot and each.job is None and not each.is_new:
+                self._kill(other)  # it would keep the lock of the features
         runner = self._runners.get(slot)
         if runner is not None and slot and not runner.is_new:
             self._kill(slot)
@@ -359,7 +361,7 @@ class Jobs:
     def _job(self, wanted: Wanted) -> Job:
         store, settings, action = self._store, self._settings, wanted.action
         above = action.above if isinstance(action, events.BuildSubmission) else 0
-        given = (*map(store.get, _READ), store.heads_in_use())
+        given = (*(store.get(kind) for kind in _READ), store.heads_in_use())
         facts = {type(fact).__name__: msgspec.Raw(msgspec.json.encode(fact)) for fact in given}
         common = Job(
             kind=wanted.name,
@@ -513,8 +515,9 @@ class Jobs:
             runner.child.abort(f"malformed result of a job: {error}")
             return None
         self._release(runner)
-        if slot := self._slot(job):
-            self._kill(slot)  # who has read an image starts no clean process
+        if (slot := self._slot(job)) or len(self._runners) > 1:
+            # Who has read an image starts no clean process, and an idle one keeps the features from another one.
+            self._kill(slot)
         self._start_next()
         return happened
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Literal
 
 from edge_client.storage.job_folder import At, Decoded, FromJob, Worked
-from protocol.errors import CrashedBefore
+from protocol.errors import CrashedBefore, ProtofleetError
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import TaskManifest
 
@@ -55,10 +55,12 @@ class Culprits:
         self._name(At(digest))
         try:
             yield
-            if deaths:
-                self._send(Worked(digest))
-        finally:
+        except ProtofleetError:
             self._name(before)
+            raise  # any other error ends the job, and counts
+        if deaths:
+            self._send(Worked(digest))
+        self._name(before)
 
     def stored(self) -> None:
         """Note that results are on disk: what ends the job later is counted anew."""

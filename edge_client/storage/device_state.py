@@ -23,7 +23,6 @@ from edge_client.storage.stored_values import (
     BackboneProvider,
     DeviceName,
     Epoch,
-    HeadProblem,
     Heads,
     InstalledHead,
     LeftOut,
@@ -125,7 +124,6 @@ _LEFT = {
     kind.__name__: kind
     for kind in (
         BackboneProvider,
-        HeadProblem,
         Heads,
         LeftOut,
         StoredInitialModel,
@@ -220,18 +218,21 @@ class DeviceState:
             heads = Heads(heads.previous)
         return heads
 
-    def leave_failed_heads(self) -> Heads:
-        """Return and store the heads in use; a head that has failed is refused when the fleet offers it again."""
-        heads = self.get(Heads)
+    def leave_failed_heads(self) -> tuple[Heads, str]:
+        """Return and store the heads in use, and why one gave way, if one did.
+
+        A head that has failed is refused when the fleet offers it again.
+        """
+        heads, text = self.get(Heads), ""
         while (failed := heads.installed) is not None and self._has_failed(failed):
             heads = Heads(heads.previous)
             returned = heads.installed.version if heads.installed else None
             text = f"head {failed.version} failed {MAX_FAILURES} times in use"
             self.culprits.refuse(failed.key)
-            self.set(heads, HeadProblem(text))
+            self.set(heads)
             event(log, logging.ERROR, text, back_to_head=returned)
         self.head_trials.keep_only([head.key for head in (heads.installed, heads.previous) if head])
-        return heads
+        return heads, text
 
     def _has_failed(self, head: InstalledHead) -> bool:
         return self.head_trials.failures(head.key) >= MAX_FAILURES

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from edge_client.agent.state import PROBLEMS, StoredState
 from edge_client.storage import stored_values as stored
 from edge_client.storage.app_files import Drift, read_value
 from edge_client.storage.device_state import KEY_FILE, DeviceState
@@ -52,13 +53,11 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_status(store: DeviceState) -> DeviceStatus:
     """Return the status of the device with this state."""
-    key = store.folder / KEY_FILE
-    submission, task = store.outbox.newest_submission(), store.get(stored.CurrentTask).digest
+    key, kept = store.folder / KEY_FILE, store.get(StoredState)
+    submission, task = store.outbox.newest_submission(), kept.task
     report, spent = store.get(stored.SubmissionReport), store.get(stored.PrivacySpent)
     left_out, extraction = store.get(stored.LeftOut), store.get(stored.ExtractionProgress)
     drift = read_value(store.folder, Drift)
-    build_problem, head_problem = store.get(stored.BuildProblem).text, store.get(stored.HeadProblem).text
-    problems = {**store.get(stored.Problems).texts, "build": build_problem, "head": head_problem}
     received = submission is not None and submission.received
     return DeviceStatus(
         device_id=store.get(stored.DeviceName).value or None,
@@ -75,9 +74,9 @@ def read_status(store: DeviceState) -> DeviceStatus:
         drift=drift if drift.newest(now_s=time.time()) is not None else None,
         duplicate=store.get(Duplicate).summary,
         warning="; ".join(filter(None, [report.lost_images, report.warning])),
-        problem=next(filter(None, map(problems.get, stored.PROBLEMS)), ""),
+        problem=next(filter(None, map(kept.problems.get, PROBLEMS)), ""),
         submission=submission.digest.hex() if submission else None,
         received=received,
-        outdated=received and submission is not None and submission.task == task and bool(build_problem),
+        outdated=received and submission is not None and submission.task == task and "build" in kept.problems,
         head=store.heads_in_use().installed,
     )

@@ -83,7 +83,9 @@ class Outbox:
                 database.execute(
                     "DELETE FROM outbox WHERE kind = ? AND size_bytes > ?", (kind, LIMIT_BYTES - size)
                 )
-            row = database.execute("INSERT INTO payloads (bytes) VALUES (zeroblob(?))", (size,)).lastrowid
+            row = (
+                database.execute("INSERT INTO payloads (bytes) VALUES (zeroblob(?))", (size,)).lastrowid or 0
+            )
             with (
                 database.blobopen("payloads", "bytes", row) as blob,
                 io.BytesIO(payload) if isinstance(payload, bytes) else payload.open("rb") as file,
@@ -101,8 +103,7 @@ class Outbox:
 
     def assign(self, item: UploadItem, task: bytes) -> UploadItem:
         """Return an item as one of another task, for which it is valid, too."""
-        if item.task != task:
-            self._database.write("UPDATE outbox SET task = ? WHERE digest = ?", task, item.digest)
+        self._database.write("UPDATE outbox SET task = ? WHERE digest = ?", task, item.digest)
         return replace(item, task=task)
 
     def newest_submission(self) -> UploadItem | None:
@@ -161,7 +162,7 @@ class Outbox:
                 for piece in self.read(item.digest, ((start, start + _PIECE_BYTES),)) or ():
                     written.write(piece)
 
-    def receive(self, digest: bytes, *, facts: tuple[msgspec.Struct, ...] = ()) -> bool:
+    def receive(self, digest: bytes) -> bool:
         """Record that the aggregator has an item for good, and return whether it was still waiting.
 
         A submission stays, in place of the one acknowledged before it; an evaluation is deleted.
@@ -176,5 +177,4 @@ class Outbox:
                 database.execute("UPDATE outbox SET received = 1 WHERE digest = ?", (digest,))
             else:
                 database.execute("DELETE FROM outbox WHERE digest = ?", (digest,))
-            Facts(self._database).put(*facts)
         return True

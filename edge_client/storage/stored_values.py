@@ -46,44 +46,10 @@ class Epoch(msgspec.Struct, frozen=True):
     number: int = 0
 
 
-class CurrentTask(msgspec.Struct, frozen=True):
-    """Digest of the task manifest's blob."""
-
-    digest: bytes = b""
-
-
-class CurrentRound(msgspec.Struct, frozen=True):
-    """Digest of the round manifest's blob."""
-
-    digest: bytes = b""
-
-
 class BackboneProvider(msgspec.Struct, frozen=True):
     """The execution provider that ran the backbone last, such as `cpu` or `cuda`."""
 
     name: str = ""
-
-
-class Problems(msgspec.Struct, frozen=True):
-    """The problems that the device has had since the start, by kind, except those below."""
-
-    texts: Mapping[str, str] = {}
-
-
-class BuildProblem(msgspec.Struct, frozen=True):
-    """Why no submission could be built; empty if one was. It stays until the next build."""
-
-    text: str = ""
-
-
-class HeadProblem(msgspec.Struct, frozen=True):
-    """Why the newest head is not in use; empty if it is. It stays until the next head."""
-
-    text: str = ""
-
-
-PROBLEMS = ("task", "space", "download", "manifest", "build", "head", "upload", "link")
-"""The kinds of all problems; of several that the device has, the first is shown."""
 
 
 class ClassReport(msgspec.Struct, frozen=True):
@@ -230,9 +196,3 @@ class Heads(msgspec.Struct, frozen=True):
 
     installed: InstalledHead | None = None
     previous: InstalledHead | None = None
-
-
-class EvaluatedHead(msgspec.Struct, frozen=True):
-    """Key of the last head whose evaluation the aggregator has received."""
-
-    key: bytes = b""

@@ -53,7 +53,9 @@ def _check_tls(connection: socket.socket, broker: BrokerAddress, access: BrokerA
     try:
         context = open_tls(access)
     except ConfigError as error:
-        yield Finding("tls", "failed", str(error), "correct --ca, --cert and --key, or the enrollment")
+        yield Finding(
+            "tls", "failed", str(error), "correct --tls-ca, --tls-cert and --tls-key, or the enrollment"
+        )
         return
     if context is None:
         if broker.is_local:

@@ -13,7 +13,7 @@ _VERIFY_ERRORS = {
 }
 """OpenSSL's verification errors (`X509_V_ERR_...`)."""
 
-_GIVE_CERTIFICATE = "give --cert and --key, or --enrollment"
+_GIVE_CERTIFICATE = "give --tls-cert and --tls-key, or --enrollment"
 _ALERTS = {
     "CERTIFICATE_REVOKED": "it was revoked: enroll this client again",
     "CERTIFICATE_EXPIRED": "it has expired, or this machine's clock is wrong: enroll this client again",
@@ -26,7 +26,7 @@ _ALERTS = {
 UNSPECIFIED = "Unspecified error"
 """MQTT's name of the reason code of any other error; paho's also for a connection that ends without a reason."""
 
-_NO_TLS = "give the broker's TLS port, or omit --tls, --ca and --cert"
+_NO_TLS = "give the broker's TLS port, or omit --tls, --tls-ca and --tls-cert"
 
 TOO_MANY_FILES = (
     "this program has so many open files and connections that its MQTT client cannot use another one, 1,024 on Linux: "
@@ -58,7 +58,7 @@ def _verify_error(error: ssl.SSLCertVerificationError, broker: BrokerAddress, ac
         issuer = access.ca or "an authority of this system"
         enroll = ", or enroll client and broker with the same --state of the aggregator"
         return (
-            f"its certificate is not signed by {issuer}: give the authority's certificate with --ca"
+            f"its certificate is not signed by {issuer}: give the authority's certificate with --tls-ca"
             f"{enroll if access.certificate else ''}"
         )
     if error.verify_code in _VERIFY_ERRORS:
@@ -88,7 +88,7 @@ def closed_before_answer(tls_error: str, access: BrokerAccess, *, was_accepted: 
     cause = (
         "it may be starting, or its cluster has no majority"
         if was_accepted
-        else "if it uses TLS, give --enrollment, --ca or --tls"
+        else "if it uses TLS, give --enrollment, --tls-ca or --tls"
     )
     return f"the broker closes the connection unanswered: {cause}"
 
@@ -116,7 +116,7 @@ def refused(code: str, access: BrokerAccess) -> str:
         if access.username is not None:
             advice.append("check --username and the password")
         elif access.certificate is None:
-            advice.append("give --username and a password, or --cert and --key")
+            advice.append("give --username and a password, or --tls-cert and --tls-key")
     if code in {"Not authorized", "Client identifier not valid"}:
         advice.append("let it admit client ids that begin with pf- (mosquitto: clientid_prefixes)")
     return f"refused by the broker: {code}" + ": " * bool(advice) + ", or ".join(advice)

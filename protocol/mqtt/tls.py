@@ -80,7 +80,7 @@ def parse_broker(text: str, *, tls: bool = False) -> BrokerAddress:
     if found is not None and (found["ipv6"] is None or _is_ipv6(found["ipv6"])):
         scheme, path = found["scheme"], found["path"]
         if scheme == "wss://" and not tls:
-            raise ConfigError(f"{text} needs TLS: give --tls, or --ca with the broker's authority")
+            raise ConfigError(f"{text} needs TLS: give --tls, or --tls-ca with the broker's authority")
         ports = (WEBSOCKET_PORT, WEBSOCKET_TLS_PORT) if scheme else (PORT, TLS_PORT)
         port = int(found["port"] or ports[tls])
         if 0 < port < 65536 and (scheme or not path):
@@ -156,7 +156,7 @@ def warnings(access: BrokerAccess, brokers: Brokers) -> list[str]:
     remote = ", ".join(str(each) for each in addresses_of(brokers) if not each.is_local)
     if access.password is not None and not access.tls and remote:
         found.append(
-            f"the password is sent to {remote} without encryption, and others can read it: give --ca FILE or --tls"
+            f"the password is sent to {remote} without encryption, and others can read it: give --tls-ca FILE or --tls"
         )
     if access.key is not None:
         found.append(readable_by_others(access.key))

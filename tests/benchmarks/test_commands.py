@@ -89,7 +89,7 @@ def test_features(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features, "in_turns", once)
     report = run(file, "device", "features", "--model", "test_resnet", "--images", "20", "30", *SMALL)
     assert {name: len(each) for name, each in report["runs"]["test_resnet"]["30"].items()} == {
-        "edge-client --dry-run": 1,
+        "edge-client dry-run": 1,
         "ONNX Runtime, arrays in memory": 1,
         "ONNX Runtime, a loop": 1,
     }

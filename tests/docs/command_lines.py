@@ -29,8 +29,12 @@ def parse_in_image(line: str, **environment: str) -> click.Context:
 def _parsed(line: str) -> click.Context:
     path, *arguments = shlex.split(line.replace("/etc/protofleet", str(DEPLOY)), comments=True)
     command: click.Command = PROGRAMS[Path(path).name]
-    parent = None
-    if isinstance(command, click.Group) and arguments and arguments[0] in command.commands:
-        parent = command.make_context(path, [], resilient_parsing=True)
-        command = command.commands[arguments.pop(0)]
+    if not isinstance(command, click.Group):
+        return command.make_context(path, arguments)
+    if Path(path).name == "edge-client" and arguments[0] != "--version" and arguments[0].startswith("-"):
+        arguments.insert(0, "run")
+    parent = command.make_context(path, [], resilient_parsing=True)
+    if arguments[0] not in command.commands:
+        return command.make_context(path, arguments)
+    command = command.commands[arguments.pop(0)]
     return command.make_context(command.name, arguments, parent=parent)

@@ -235,14 +235,27 @@ def test_device_file_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert context.params["broker"] == "broker.example:1883"
     assert context.params["data"] == Path("/srv/images")
     (tmp_path / "backbone.onnx").touch()
-    text = uncommented(DEPLOY / "edge-client.toml").replace("/srv/", f"{tmp_path}/")
+    text = re.sub(r"(?m)^# (?=\[)", "", uncommented(DEPLOY / "edge-client.toml")).replace(
+        "/srv/", f"{tmp_path}/"
+    )
     (tmp_path / "full.toml").write_text(text, encoding="utf-8")
     full = parse(f"edge-client --config {tmp_path}/full.toml")
+    assert (full.params["serve"], full.params["watch"]) == (True, tmp_path / "camera")
     for option in ("holdout", "provider", "batch_size", "rescan_s"):
         assert full.params[option] == context.params[option]
-    set_elsewhere = {"config", "help", "version", "verbose", "once", "dry_run", "as_json"}
-    named = {name.replace("-", "_") for name in tomllib.loads(text)}
-    assert named == {parameter.name for parameter in edge_client.params} - set_elsewhere
+    set_elsewhere = {"config", "verbose", "once"}
+    settings = tomllib.loads(text)
+    named = {name.replace("-", "_") for name in (*settings, *settings["privacy"]) if name != "privacy"}
+    assert named == {parameter.name for parameter in edge_client.commands["run"].params} - set_elsewhere
+
+
+def test_device_file_on_the_page_is_accepted(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "operations" / "devices.md").read_text(encoding="utf-8")
+    (settings,) = re.findall(r"(?ms)^```toml\n(.*?)^```", page)
+    (tmp_path / "device.toml").write_text(settings, encoding="utf-8")
+    params = parse(f"edge-client run --config {tmp_path}/device.toml").params
+    assert (params["max_epsilon"], params["serve"], params["watch"]) == (8, True, Path("/srv/camera"))
+    assert parse(f"edge-client watch --config {tmp_path}/device.toml").params["agree"] == (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -367,8 +380,10 @@ def test_compose_file_runs_the_images_and_the_commands_that_there_are() -> None:
             assert source.parts[0] in {"fleet", source.name} or (ROOT / source).is_file(), volume
 
 
-def test_commands_of_the_second_operators_image_are_accepted() -> None:
+def test_commands_of_the_device_and_second_operators_images_are_accepted() -> None:
     text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+    (device,) = re.findall(r"docker run .*? protofleet-device (run [^\n]*)", text)
+    assert parse(f"edge-client {device}").params["watch"] == Path("/camera")
     init, run = re.findall(r"docker run .*? protofleet-sums ((?:init|run) [^&\n]*)", text)
     assert parse(f"protofleet-sums {init}").params["folder"] == Path("/state")
     assert parse(f"protofleet-sums {run}", PROTOFLEET_STATE="/state").params["state"] == Path("/state")

@@ -34,9 +34,12 @@ TRAINING = ("onnxscript", "timm", "torch")
 
 EDGE_CLIENT = {
     "": ["--broker", "127.0.0.1:9", "--data", "{folder}", "--state", "{folder}/device"],
+    "run": ["run", "--broker", "127.0.0.1:9", "--data", "{folder}", "--state", "{folder}/device"],
+    "dry-run": ["dry-run", "--broker", "127.0.0.1:9", "--data", "{folder}", "--state", "{folder}/device"],
+    "cost": ["cost", "--backbone", "{folder}/task.toml", "--data", "{folder}"],
     "predict": ["predict", "photo.jpg", "--state", "{folder}/device"],
     "doctor": ["doctor", "--state", "{folder}/device", "--json"],
-    "review": ["review", "{folder}", "--state", "{folder}/device"],
+    "review": ["review", "--data", "{folder}", "--state", "{folder}/device"],
     "serve": ["serve", "--state", "{folder}/device"],
     "status": ["status", "--state", "{folder}/device"],
     "watch": ["watch", "{folder}", "--state", "{folder}/device"],

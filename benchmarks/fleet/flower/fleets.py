@@ -343,7 +343,7 @@ def run_ours(
             running("aggregator.cli", *serve, "--state", str(state), log=folder / "server.log")
         )
         with contextlib.ExitStack() as extraction:
-            _wait_for_exits(start_clients("--dry-run", extraction), folder)
+            _wait_for_exits(start_clients("dry-run", extraction), folder)
         before = (traffic.up, traffic.down, time.time())
         devices = start_clients("--once", stack)
         with observed({"server": server.pid, **{name: each.pid for name, each in devices.items()}}) as usage:

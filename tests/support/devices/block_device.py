@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,7 @@ class BlockDevice:
             )
         self.workspace.cache.put_contents({name: at.to_bytes(4, "big") for name, at in digests.items()})
         names = {name for each in self.places.values() for name in each} - set(manifest.classes)
-        self.workspace.unknown_names = frozenset(map(normal, names))
+        self.workspace.scan = replace(self.workspace.scan, unknown_names=frozenset(map(normal, names)))
         return FoundImages(tuple(each for each in images if digests[each.identity] not in self.unusable), ())
 
     def upload(self, **task: Any) -> PreparedSubmission | None:

@@ -20,12 +20,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.agent.state import Mode, UploadItem, head_key
+from edge_client.agent.state import Mode, StoredState, UploadItem, head_key
 from edge_client.cli.status import device_status
 from edge_client.service.device import Device
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.job_folder import Shown
-from edge_client.storage.stored_values import HeadProblem
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Drained, Outgoing, Received
 from protocol.wire.codec import decode, digest_of, encode
@@ -94,9 +93,12 @@ class QuietQueues:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Replace `queue.SimpleQueue`."""
+        """Replace `queue.SimpleQueue` for this thread."""
+        own, real = threading.current_thread(), queue.SimpleQueue
 
-        def make() -> "_Queue":
+        def make() -> "_Queue | queue.SimpleQueue[Any]":
+            if threading.current_thread() is not own:  # a pool of a job that was killed
+                return real()
             self._queues.append(_Queue(self._changed))
             return self._queues[-1]
 
@@ -308,7 +310,10 @@ class DeviceBench:
     def wait(self, seconds: float = 1.0) -> Self:
         """Let time pass, without a message."""
         self.clock.advance(seconds)
+        before = self._device._ticked_s
         self._queues.expire()
+        while self._device._ticked_s == before and not self._queues.is_over:  # it was not waiting yet
+            self._queues.expire()
         return self._settle()
 
     def topic(self, channel: DeviceChannel) -> str:
@@ -427,7 +432,7 @@ class _TaskBench(DeviceBench):
         item = reports.get(head_key(head))
         payload = payload_of(self.store, item) if item is not None else b""
         report = decode(payload, Evaluation, max_bytes=len(payload)) if item is not None else None
-        return Installed(self.store.get(HeadProblem).text, report)
+        return Installed(self.store.get(StoredState).problems.get("head", ""), report)
 
 
 class HeadBench(_TaskBench):

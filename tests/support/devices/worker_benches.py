@@ -1,25 +1,29 @@
 """The jobs of a device without its agent, with the state folder that they work on."""
 
+import contextlib
 import queue
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
+import pytest
 
 from aggregator.intake.validation import read_message
 from edge_client.agent import events
-from edge_client.agent.state import UploadItem
+from edge_client.agent.state import StoredState, UploadItem
 from edge_client.config import Settings
 from edge_client.data.extraction import Isolate
+from edge_client.privacy.charges import Charges
 from edge_client.service.device import Device
 from edge_client.service.jobs import JobEvent, Jobs, ShowDryRun
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.job_folder import Shown
-from edge_client.storage.stored_values import BuildProblem
 from edge_client.submission.image_features import Workspace
 from protocol.statistics.public_map import PublicMap
 from protocol.wire.codec import digest_of, encode
@@ -42,7 +46,7 @@ from tests.support.devices.device_factory import (
     payload_of,
     write_images,
 )
-from tests.support.devices.job_threads import JobThread
+from tests.support.devices.job_threads import JobThread, die
 from tests.support.graphs.backbones import tiny_backbone
 
 WANTED = DifferentialPrivacy(noise_multiplier=2.0, delta=1e-5, max_epsilon=6.0)
@@ -66,6 +70,10 @@ def without_privacy(manifest: TaskManifest) -> TaskManifest:
     return msgspec.structs.replace(manifest, differential_privacy=None, statistics=None)
 
 
+class PowerLossError(BaseException):
+    """The machine has lost its power."""
+
+
 class JobsBench:
     """Runs jobs one after the other, each to its end."""
 
@@ -74,16 +82,28 @@ class JobsBench:
         self.jobs = Jobs(settings, store, emit=self._happened.put, show=show)
         self.jobs.start()
 
+    def wait_for(self, happens: threading.Event) -> None:
+        """Handle what happens until a job has set an event."""
+        while not happens.is_set():
+            with contextlib.suppress(queue.Empty):
+                self._handle(self._happened.get(timeout=0.1))
+
+    def fail(self, error: BaseException) -> None:
+        """Let `run` raise an error."""
+        self._happened.put(error)
+
     def run(self, action: events.BuildSubmission | events.InstallHead) -> events.Event | None:
         """Return what becomes of a job."""
         ended = None
         (self.jobs.build if isinstance(action, events.BuildSubmission) else self.jobs.install)(action)  # type: ignore[arg-type]
         while self.jobs.is_busy:
-            happened = self._happened.get(timeout=60)
-            if isinstance(happened, BaseException):
-                raise happened
-            ended = self.jobs.handle(happened) or ended
+            ended = self._handle(self._happened.get(timeout=60)) or ended
         return ended
+
+    def _handle(self, happened: JobEvent | BaseException) -> events.Event | None:
+        if isinstance(happened, BaseException):
+            raise happened
+        return self.jobs.handle(happened)
 
 
 class PrivateBench:
@@ -109,10 +129,26 @@ class PrivateBench:
         for blob in (tiny_backbone(), PUBLIC_MAP):
             self.store.blobs.put(blob)
 
+    def stop(self) -> None:
+        """End the program and its job."""
+        self.worker.jobs.stop()
+        JobThread.wait_for_killed()
+
+    def lose_power_in(self, target: object, name: str) -> None:
+        """Build, until the job calls a function: the program and its job end there."""
+
+        def end(*_: object, **__: object) -> None:
+            self.worker.fail(PowerLossError())
+            die()
+
+        with patch.object(target, name, end), pytest.raises(PowerLossError):
+            self.build()
+        self.stop()
+
     def restart(self) -> None:
         """Start the program on the state directory."""
         if hasattr(self, "worker"):
-            self.worker.jobs.stop()
+            self.stop()
         self.store = DeviceState(self.folder / "state")
         JobThread.isolate = self._isolate
         self.worker = JobsBench(self.settings, self.store)
@@ -154,14 +190,21 @@ class PrivateBench:
 
     def dry_run(self, manifest: TaskManifest) -> Shown:
         """Return what a dry run shows."""
+        self.stop()
         shown: list[Shown] = []
-        JobsBench(self.settings, self.store, show=shown.append).run(
-            events.BuildSubmission(self.task, manifest)
-        )
+        worker = JobsBench(self.settings, self.store, show=shown.append)
+        worker.run(events.BuildSubmission(self.task, manifest))
+        worker.jobs.stop()
+        self.restart()
         return shown[0]
 
     def workspace(self, **values: Any) -> Workspace:
         """Return the workspace that a job has, on the state directory itself."""
+        if self.manifest.differential_privacy is not None:
+            charges = Charges(
+                self.store, self.settings, task=self.task, manifest=self.manifest, dry_run=False
+            )
+            values = {"charge": charges.answer, **values}
         cache = FeatureCache(self.folder / "state/features.sqlite")
         return open_workspace(self.settings, self.store, cache, isolate=self._isolate, **values)
 
@@ -172,6 +215,6 @@ class PrivateBench:
 
     def info(self) -> DeviceInfo:
         device = Device(self.settings, self.store)
-        problem = self.store.get(BuildProblem).text
+        problem = self.store.get(StoredState).problems.get("build", "")
         device._state = replace(device._state, task=self.task, manifest=self.manifest, build_problem=problem)
         return device.info()

@@ -230,13 +230,14 @@ class Fleet:
         *options: str | Path,
         state: Path | None = None,
         program: str = "edge_client.cli",
+        command: str = "run",
         limits: tuple[str, ...] = (),
     ) -> Process:
         identity: tuple[str | Path, ...] = ("--broker", str(self._device_broker), "--device-id", name)
         if self._enrolled:
             identity = ("--enrollment", self.root / name)
         arguments = (*identity, "--data", data, "--state", state or self.device_state(name), "--threads", "1")
-        return self.start(name, program, *arguments, *options, limits=limits)
+        return self.start(name, program, command, *arguments, *options, limits=limits)
 
     def stop(self, name: str) -> None:
         """End a process by SIGTERM, and check that it ends with status 0."""

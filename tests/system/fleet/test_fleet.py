@@ -156,7 +156,7 @@ def idle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 def test_dry_run_sends_nothing(idle: Fleet, tmp_path: Path) -> None:
     """A dry run prints what would leave the device, and the aggregator does not see it."""
-    idle.start_device("device-1", write_digits(tmp_path / "data", classes=[0, 1]), "--dry-run")
+    idle.start_device("device-1", write_digits(tmp_path / "data", classes=[0, 1]), command="dry-run")
     idle.wait_exit("device-1")
     assert "nothing was uploaded" in idle.log("device-1")
     assert "0: 20 images" in idle.log("device-1")

@@ -13,10 +13,12 @@ from tests.support.devices.job_threads import JobThread
 
 
 @pytest.fixture(autouse=True)
-def jobs_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def jobs_on_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let jobs run in the tests' process."""
     monkeypatch.setattr(children, "launch", JobThread)
     monkeypatch.setattr(JobThread, "isolate", Backbone.isolated)
+    yield
+    JobThread.kill_all()
 
 
 @pytest.fixture(autouse=True)

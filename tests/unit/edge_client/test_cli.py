@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,19 @@ from click.testing import CliRunner, Result
 
 from aggregator.security.enrollment import enroll
 from aggregator.storage.open_store import open_store
+from edge_client.agent.state import StoredState
 from edge_client.cli import cli
-from edge_client.cli.run import _show_dry_run
+from edge_client.cli.run import _print_json, _show_dry_run
 from edge_client.config import Settings
 from edge_client.service import device
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import (
     ClassReport,
-    CurrentTask,
     DeviceName,
     ExtractionProgress,
     Heads,
     InstalledHead,
     LeftOut,
-    Problems,
     SubmissionReport,
 )
 from edge_client.submission.prepared_submission import PreparedSubmission
@@ -34,6 +34,7 @@ from protocol.errors import ConfigError
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.principal_prototypes import PrincipalPrototypes
 from protocol.wire.signing import public_key
+from tests.docs.command_lines import parse
 from tests.support.devices.device_bench import CONSTANT, HeadBench
 from tests.support.devices.device_factory import image_file, write_images
 from tests.support.graphs.backbones import tiny_backbone
@@ -54,17 +55,117 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("arguments", "device"),
     [
         (["status", "--state", "one"], "one"),
-        (["--state", "one", "status"], "one"),
-        (["--config", "settings.toml", "status"], "one"),
-        (["--state", "one", "status", "--state", "two"], "two"),
-        (["--config", "settings.toml", "status", "--state", "two"], "two"),
+        (["status", "--config", "settings.toml"], "one"),
+        (["status", "--config", "settings.toml", "--state", "two"], "two"),
     ],
 )
-def test_options_before_the_command_apply_to_it(here: Path, arguments: list[str], device: str) -> None:
-    """Options after it take precedence."""
+def test_the_state_is_that_of_an_option_or_of_the_file(here: Path, arguments: list[str], device: str) -> None:
+    """The option takes precedence."""
     done = CliRunner().invoke(cli, arguments)
     assert done.exit_code == 0, (done.output, here)
     assert done.output.startswith(f"device     {device}, ")
+
+
+SETTINGS = """\
+broker = "broker.example"
+fleet = "orchard"
+username = "shed-1"
+password-file = "password"
+threads = 2
+log-format = "text"
+
+[privacy]
+max-epsilon = 8
+second_operator = "{key}"
+
+[serve]
+threads = 1
+http = "0.0.0.0:8090"
+
+[watch]
+folder = "camera"
+agree = "2/3"
+username = "camera"
+
+[dry-run]
+json = true
+"""
+
+
+def _parsed(folder: Path, command: str, text: str = SETTINGS) -> dict[str, Any]:
+    """Return the options of a command with a settings file."""
+    (folder / "settings.toml").write_text(text.format(key="0A" * 32), encoding="utf-8")
+    return parse(f"edge-client {command} --config {folder}/settings.toml").params
+
+
+def test_a_table_has_the_options_of_its_command(tmp_path: Path) -> None:
+    """Those outside of tables are of `run`, and of other commands with the same option."""
+    service = _parsed(tmp_path, "run")
+    assert (service["broker"], service["fleet"], service["threads"]) == ("broker.example", "orchard", 2)
+    assert (service["max_epsilon"], service["second_operator"], service["min_devices"]) == (
+        8,
+        b"\n" * 32,
+        None,
+    )
+    assert (service["serve"], service["watch"]) == (True, Path("camera"))
+    assert _parsed(tmp_path, "dry-run")["as_json"]
+    assert _parsed(tmp_path, "dry-run")["max_epsilon"] == 8
+    assert _parsed(tmp_path, "predict photo.jpg")["threads"] == 2
+    assert _parsed(tmp_path, "serve")["threads"] == 1
+    assert _parsed(tmp_path, "serve --threads 3")["threads"] == 3
+    watched = _parsed(tmp_path, "watch")
+    assert (watched["folder"], watched["agree"], watched["fleet"]) == (Path("camera"), (2, 3), "orchard")
+    assert (watched["username"], watched["password_file"]) == ("camera", None)  # of another broker
+    assert (service["username"], service["password_file"]) == ("shed-1", Path("password"))
+
+
+def test_programs_run_beside_the_service_if_the_file_has_their_tables(tmp_path: Path) -> None:
+    for text, serve, watch in (
+        ("", False, None),
+        ("[serve]", True, None),
+        ("[watch]\ntop = 1", False, None),
+        ('[watch]\nfolder = "camera"', False, Path("camera")),
+    ):
+        params = _parsed(tmp_path, "run", text)
+        assert (params["serve"], params["watch"]) == (serve, watch)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("thread = 2", ": unknown setting 'thread'; known: aggregator_key, backbone, batch_size, "),
+        ("max-epsilon = 8", ": unknown setting 'max-epsilon'; put it into [privacy]"),
+        ('prior = "none"', ": unknown setting 'prior'; put it into [predict] or [serve] or [watch]"),
+        ("serve = true", ": [serve] is a table of settings, got True"),
+        ("[server]", ": unknown setting 'server'; known: "),
+        ("[serve]\nhtpp = 1", ": [serve] unknown setting 'htpp'; known: enrollment, fleet, http, "),
+        ("[serve]\nthreads = 0", ": [serve] threads: 0 is not in the range x>=1."),
+        ('[watch]\nagree = "1/3"', ": [watch] agree: expected N/IMAGES with N more than half of them, "),
+        ('[privacy]\nsecond-operator = "0a"', ": [privacy] second-operator: expected a public key, 64 hex"),
+        ("[serve]\nhttp = [1]", ": [serve] http: expected one value, got [1]"),
+        ("data = {a = 1}", ": data: expected one value, got {'a': 1}"),
+        ("[serve]\nconfig = 'a'", ": [serve] unknown setting 'config'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "status"])
+def test_errors_of_a_settings_file_name_file_table_and_key(
+    tmp_path: Path, command: str, text: str, problem: str
+) -> None:
+    """Whatever the command: a table of another one is checked, too."""
+    (tmp_path / "settings.toml").write_text(text, encoding="utf-8")
+    done = CliRunner().invoke(cli, [command, "--config", str(tmp_path / "settings.toml")])
+    assert done.exit_code == 2
+    assert f"{tmp_path}/settings.toml{problem}" in done.output
+
+
+def test_help_fits_a_screen() -> None:
+    assert len(CliRunner().invoke(cli, ["--help"]).output.splitlines()) < 40
+
+
+def test_options_before_a_command_are_refused(here: Path) -> None:
+    done = CliRunner().invoke(cli, ["--config", str(here / "settings.toml"), "status"])
+    assert done.exit_code == 2
+    assert "unexpected argument 'status': options follow the name of a command" in done.output
 
 
 def _status(*options: str) -> str:
@@ -76,12 +177,12 @@ def test_status_shows_whether_the_submission_was_received(here: Path) -> None:
     state = DeviceState(here / "one")
     report = SubmissionReport(size_bytes=10)
     item = state.outbox.keep("submission", b"submission", task=b"t" * 32, about="", facts=(report,))
-    state.set(Problems({"upload": "the aggregator has no space"}))
+    state.set(StoredState(problems={"upload": "the aggregator has no space"}))
     output = _status()
     assert "submission 10 bytes, not received yet" in output
     assert "problem    the aggregator has no space" in output
     state.outbox.receive(item.digest)
-    state.set(Problems())
+    state.set(StoredState())
     output = json.loads(_status("--json"))
     assert (output["submission"], output["received"], output["problem"]) == (item.digest.hex(), True, "")
 
@@ -146,7 +247,7 @@ def test_a_repeatable_option_takes_a_value_or_a_list_from_a_file(tmp_path: Path,
     file.touch()
     value = f'["{file}", "{file}"]' if several else f'"{file}"'
     (tmp_path / "settings.toml").write_text(f"backbone = {value}\n")
-    context = cli.make_context("edge-client", ["--config", str(tmp_path / "settings.toml"), "status"])
+    context = parse(f"edge-client run --config {tmp_path}/settings.toml")
     assert context.params["backbone"] == (file,) * (1 + several)
 
 
@@ -172,7 +273,7 @@ def test_a_repeatable_option_takes_a_value_or_a_list_from_a_file(tmp_path: Path,
 )
 def test_status_shows_the_head(here: Path, values: dict[str, Any], shown: str) -> None:
     installed = InstalledHead(head=b"", version=3, backbones=(), classes=(), **values)
-    DeviceState(here / "one").set(Heads(installed), CurrentTask(b"a" * 32))
+    DeviceState(here / "one").set(Heads(installed), StoredState(task=b"a" * 32))
     assert f"head       {shown}\n" in _status()
 
 
@@ -197,36 +298,37 @@ def test_status_shows_blocks(here: Path) -> None:
     ]
 
 
+def _cost(folder: Path, *backbones: Path) -> dict[str, Any]:
+    given = [each for file in backbones for each in ("--backbone", str(file))]
+    options = ["--json", "--data", str(folder / "data"), "--provider", "cpu"]
+    done = CliRunner().invoke(cli, ["cost", *given, *options])
+    assert done.exit_code == 0, done.output
+    return dict(json.loads(done.stdout))
+
+
 def test_cost_of_a_backbone_is_measured_without_a_fleet(here: Path) -> None:
     """Neither a broker nor a state directory is needed, and nothing is left behind."""
     write_images(here / "data", count=6)
     (here / "tiny.onnx").write_bytes(tiny_backbone())
-    options = ["--dry-run", "--json", "--backbone", str(here / "tiny.onnx"), "--data", str(here / "data")]
     before = set(here.iterdir())
-    done = CliRunner().invoke(cli, [*options, "--provider", "cpu"])
-    assert done.exit_code == 0, done.output
-    cost = json.loads(done.output.splitlines()[-1])
+    cost = _cost(here, here / "tiny.onnx")
     assert cost["images"] == 12
     assert cost["seconds_per_image"] > 0
     assert 10 < cost["memory_mb"] < 100_000
     assert 0 < cost["upload_bytes"] < 2000
     assert set(here.iterdir()) == before
-    refused = CliRunner().invoke(cli, ["--json", "--data", str(here / "data")])
-    assert "--json needs --dry-run and --backbone" in refused.output
+    shown = CliRunner().invoke(cli, ["cost", "--backbone", "tiny.onnx", "--data", "data"]).stdout
+    assert re.fullmatch(r"\S+ s an image, of 12\n\d+ MB of memory\n[\d,]+ bytes to upload\n", shown)
+    assert "pass --backbone FILE" in CliRunner().invoke(cli, ["cost"]).output
 
 
 def test_cost_is_that_of_all_backbones_whatever_their_names(here: Path) -> None:
     write_images(here / "data", count=6)
-    sizes = []
     files = [here / "a" / "tiny.onnx", here / "b" / "tiny.onnx"]
     for number, file in enumerate(files):
         file.parent.mkdir()
         file.write_bytes(tiny_backbone(seed=number))
-    for backbones in (files[:1], files):
-        options = [each for file in backbones for each in ("--backbone", str(file))]
-        done = CliRunner().invoke(cli, ["--dry-run", "--json", *options, "--data", str(here / "data")])
-        sizes.append(json.loads(done.output.splitlines()[-1])["upload_bytes"])
-    assert sizes[1] > sizes[0]
+    assert _cost(here, *files)["upload_bytes"] > _cost(here, files[0])["upload_bytes"]
 
 
 def test_a_dry_run_shows_blocks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,7 +346,7 @@ def test_a_dry_run_shows_blocks(capsys: pytest.CaptureFixture[str]) -> None:
     prepared = PreparedSubmission(
         prototypes, numbers, 6 * numbers, classes, (), block=block, moved=1, dissolved=60
     )
-    _show_dry_run(prepared, 99)
+    _show_dry_run(prepared.shown(99))
     assert capsys.readouterr().out.splitlines() == [
         "cat: 100 images, 20 held out; 80 in a block",
         "dog: 6 images, 0 held out; 1 prototype of 6 images",
@@ -253,7 +355,12 @@ def test_a_dry_run_shows_blocks(capsys: pytest.CaptureFixture[str]) -> None:
         "dissolved blocks of 60 images: the groups that are whole are prototypes",
         "1 prototype of 16 values each: 99 bytes would be uploaded; nothing was uploaded",
     ]
-    _show_dry_run(PreparedSubmission(prototypes[:0], numbers[:0], numbers[:0], classes, (), block=block), 88)
+    _print_json(prepared.shown(99))
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["size_bytes"], shown["directions"], shown["moved"], shown["privacy"]) == (99, 8, 1, None)
+    assert [entry["name"] for entry in shown["classes"]] == ["cat", "dog"]
+    only_block = PreparedSubmission(prototypes[:0], numbers[:0], numbers[:0], classes, (), block=block)
+    _show_dry_run(only_block.shown(88))
     assert capsys.readouterr().out.splitlines()[-1] == "88 bytes would be uploaded; nothing was uploaded"
 
 
@@ -305,9 +412,23 @@ def test_an_enrollment_sets_everything(folder: Path, started: list[Settings]) ->
     assert len(started) == 2
 
 
+def test_an_enrollment_names_the_fleet_of_a_state(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every command: as an option, in the environment, or in the settings of the service."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder.parent))
+    DeviceState(folder.parent / "protofleet" / "orchard").set(DeviceName("shed-1"))
+    (folder.parent / "settings.toml").write_text(f'enrollment = "{folder}"\n', encoding="utf-8")
+    for options, environment in (
+        (["--enrollment", str(folder)], {}),
+        ([], {"PROTOFLEET_ENROLLMENT": str(folder)}),
+        (["--config", str(folder.parent / "settings.toml")], {}),
+    ):
+        done = CliRunner(env=environment).invoke(cli, ["status", *options])
+        assert done.output.startswith("device     shed-1, "), (done.output, done.exception)
+
+
 def test_options_override_the_enrollment(folder: Path, started: list[Settings]) -> None:
     """Broker, authority, certificate, aggregator key and password."""
-    files = ("--ca", "other.crt", "--cert", "a.crt", "--key", "a.key")
+    files = ("--tls-ca", "other.crt", "--tls-cert", "a.crt", "--tls-key", "a.key")
     key = ("--aggregator-key", "0a" * 32)
     run(
         folder,

@@ -116,8 +116,8 @@ def test_backbone_is_quantized(
 ) -> None:
     out = tmp_path / "out"
     done = export_backbone(
-        MODEL, "--weights", weights, "--out", out, "--image-size", "64", "--json", "--int8", "--images", photos,
-        "--float-layer", "blocks.0.0.conv", "--min-cosine", "-1", "--layers", chosen,
+        MODEL, "--weights", weights, "--out", out, "--image-size", "64", "--json", "--images", photos,
+        "--precision", "int8", "--float-layer", "blocks.0.0.conv", "--min-cosine", "-1", "--layers", chosen,
     )  # fmt: skip
     summary = json.loads(done.out)
     (path,) = out.iterdir()
@@ -138,12 +138,12 @@ def test_backbone_is_converted_to_float16(
 ) -> None:
     out = tmp_path / "out"
     done = export_backbone(
-        MODEL, "--weights", weights, "--out", out, "--image-size", "64", "--json", "--fp16", "--images", photos,
-        "--layers", chosen,
+        MODEL, "--weights", weights, "--out", out, "--image-size", "64", "--json", "--images", photos,
+        "--precision", "float16", "--layers", chosen,
     )  # fmt: skip
     summary = json.loads(done.out)
     named = chosen.replace(",", "+")
-    assert [path.name for path in out.iterdir()] == [f"{MODEL}-64-{named}-fp16.onnx"]
+    assert [path.name for path in out.iterdir()] == [f"{MODEL}-64-{named}-float16.onnx"]
     assert summary["precision"] == "float16"
     assert summary["parity"]["images"] == 10
     assert summary["parity"]["cosine"] > 0.999
@@ -304,11 +304,10 @@ def test_errors_are_one_line_and_exit_1(
         [MODEL, "--std", "127,127,127"],
         [MODEL, "--std", "1,0,1"],
         [MODEL, "--model-kwargs", "pad_type"],
-        [MODEL, "--random", "--int8"],
+        [MODEL, "--random", "--precision", "int8"],
         [MODEL, "--random", "--layers", "last,"],
-        [MODEL, "--random", "--list-layers", "--fp16"],
+        [MODEL, "--random", "--list-layers", "--precision", "float16"],
         [MODEL, "--random", "--float-layer", "conv_stem"],
-        [MODEL, "--random", "--int8", "--images", ".", "--fp16"],
         [MODEL, "--random", "--min-cosine", "0.9"],
     ],
 )

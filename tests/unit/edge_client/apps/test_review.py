@@ -27,6 +27,7 @@ from edge_client.data.images import LabeledImage, find_images
 from edge_client.predict import head
 from edge_client.storage import app_files
 from edge_client.storage.app_files import Kept, write_value
+from edge_client.storage.culprits import Culprits
 from edge_client.storage.feature_cache import FeatureCache
 from protocol.errors import ConfigError
 from protocol.mqtt.tls import BrokerAddress
@@ -100,7 +101,7 @@ def test_stored_features_need_no_image_and_a_damaged_cache_is_not_used(where: Re
             open_backbone=lambda _: backbone,
             batch_size=4,
             on_progress=lambda *_: None,
-            should_stop=lambda: False,
+            culprits=Culprits(),
         )
     contents = {image.path: image.path.read_bytes() for image in where.images()[:6]}
     for path, content in contents.items():
@@ -141,7 +142,7 @@ def using(tmp_path: Path, bench: HeadBench) -> HeadBench:
 
 def _command(using: HeadBench, *arguments: str | Path) -> Result:
     options = ["--state", str(using.state), "--provider", "cpu"]
-    return CliRunner().invoke(cli, ["review", *map(str, arguments), *options])
+    return CliRunner().invoke(cli, ["review", "--data", *map(str, arguments), *options])
 
 
 @pytest.mark.parametrize("output", ["--json", "--limit=10"])

@@ -42,41 +42,38 @@ from tests.support.network.brokers import Mosquitto, mosquitto
 from tests.support.network.sessions import running
 
 
-def _changes(answers: str, *, frames: int = 3, agree: float = 0.6, debounce_s: float = 0.0) -> str:
-    """Return the states in their order, of one answer a second; "." for an image without a change."""
-    state = Majority(frames=frames, agree=agree, debounce_s=debounce_s)
-    return "".join(
-        answer if state.changes(answer, now_s=float(second)) else "." for second, answer in enumerate(answers)
-    )
+def _changes(answers: str, needed: int, images: int) -> str:
+    """Return the states in their order; "." for an image without a change."""
+    state = Majority(needed, images)
+    return "".join(answer if state.changes(answer) else "." for answer in answers)
 
 
 @pytest.mark.parametrize(
-    ("answers", "options", "changes"),
+    ("answers", "agree", "changes"),
     [
-        ("aaaa", {}, ".a.."),
-        ("abababab", {}, "..ababab"),
-        ("abababab", {"debounce_s": 2.0}, "........"),
-        ("aabaabaa", {}, ".a......"),
-        ("aabbbaaa", {}, ".a.b..a."),
-        ("abcabcab", {}, "........"),
-        ("aaab", {"frames": 1, "agree": 1.0}, "a..b"),
-        ("aaaaabbbaa", {"frames": 5, "agree": 1.0}, "....a....."),
-        ("aaaabbaabbbbb", {"debounce_s": 2.0}, "...a.......b."),
+        ("aaaa", (2, 3), ".a.."),
+        ("abababab", (2, 3), "..ababab"),
+        ("abababab", (3, 4), "........"),
+        ("aabaabaa", (2, 3), ".a......"),
+        ("aabbbaaa", (2, 3), ".a.b..a."),
+        ("abcabcab", (2, 3), "........"),
+        ("aaab", (1, 1), "a..b"),
+        ("aaaaabbbaa", (5, 5), "....a....."),
+        ("aaaabbaabbbbb", (4, 6), "...a.....b..."),
     ],
 )
-def test_states_follow_the_majority(answers: str, options: dict[str, float], changes: str) -> None:
-    """The default is two of three images; an answer in between changes nothing."""
-    assert _changes(answers, **options) == changes  # type: ignore[arg-type]
+def test_states_follow_the_majority(answers: str, agree: tuple[int, int], changes: str) -> None:
+    """An answer in between changes nothing."""
+    assert _changes(answers, *agree) == changes
 
 
-@given(st.text("ab", max_size=40), st.integers(1, 6), st.floats(0.51, 1))
-def test_each_change_has_its_majority_and_is_to_another_state(
-    answers: str, frames: int, agree: float
-) -> None:
-    found = _changes(answers, frames=frames, agree=agree)
+@given(st.text("ab", max_size=40), st.integers(1, 6), st.integers(0, 5))
+def test_each_change_has_its_majority_and_is_to_another_state(answers: str, needed: int, more: int) -> None:
+    images = needed + min(more, needed - 1)
+    found = _changes(answers, needed, images)
     states = [(place, each) for place, each in enumerate(found) if each != "."]
     for place, each in states:
-        assert Counter(answers[max(0, place + 1 - frames) : place + 1])[each] >= agree * frames
+        assert Counter(answers[max(0, place + 1 - images) : place + 1])[each] >= needed
     assert all(before != after for (_, before), (_, after) in pairwise(states))
 
 
@@ -85,7 +82,7 @@ def test_changes_are_printed_only(capsys: pytest.CaptureFixture[str]) -> None:
     head = InstalledHead(head=b"", version=1, backbones=(), classes=("cat", "dog"))
     known = Prediction((("cat", 0.55), ("dog", 0.45)), Prior(), known=True)
     unknown = replace(known, known=False)
-    output = changes_only(printer(as_json=True, as_csv=False), Majority(frames=3, agree=0.6, debounce_s=0.0))
+    output = changes_only(printer(as_json=True, as_csv=False), Majority(2, 3))
     for found in (known, known, Refusal("no image"), known, unknown, known, unknown, unknown):
         output(Path("none.png" if isinstance(found, Refusal) else "image.png"), found, head)
     printed = capsys.readouterr()
@@ -292,8 +289,8 @@ def test_images_on_which_a_backbone_fails_are_tried_again(
 
 def test_a_large_folder_is_searched_less_often() -> None:
     """A search of 100,000 images takes seconds."""
-    assert pause_s(0.5, scan_s=0.01) == 0.5
-    assert pause_s(0.5, scan_s=2.0) == 20.0
+    assert pause_s(0.01) == 0.5
+    assert pause_s(2.0) == 20.0
 
 
 CLASSES = ("bee", "käfer")
@@ -434,9 +431,9 @@ def test_sensor_of_a_folder_that_is_not_utf_8_has_a_printable_name(
 
 FLEETS_CREDENTIALS = {
     "PROTOFLEET_TLS": "1",
-    "PROTOFLEET_CA": "fleet.crt",
-    "PROTOFLEET_CERT": "device.crt",
-    "PROTOFLEET_KEY": "device.key",
+    "PROTOFLEET_TLS_CA": "fleet.crt",
+    "PROTOFLEET_TLS_CERT": "device.crt",
+    "PROTOFLEET_TLS_KEY": "device.key",
     "PROTOFLEET_USERNAME": "shed-1",
     "PROTOFLEET_PASSWORD": "the fleet's",
     "PROTOFLEET_PASSWORD_FILE": "fleet.txt",
@@ -453,7 +450,7 @@ FLEETS_CREDENTIALS = {
             BrokerAccess(username="camera", password="camera's"),
         ),
         (
-            {"PROTOFLEET_PUBLISH_CA": "home.crt"},
+            {"PROTOFLEET_PUBLISH_TLS_CA": "home.crt"},
             (),
             BrokerAccess(tls=True, ca=Path("home.crt")),
         ),
@@ -466,7 +463,7 @@ def test_broker_of_home_assistant_gets_its_own_credentials_only(
     options: tuple[str, ...],
     access: BrokerAccess,
 ) -> None:
-    """Those of the fleet, in the environment or before the command, are for the fleet's broker."""
+    """Those of the fleet, in the environment or outside of [watch] in the file, are for the fleet's broker."""
     seen: list[BrokerAccess] = []
 
     def sensor(_broker: BrokerAddress, access: BrokerAccess, **_: Any) -> None:
@@ -477,7 +474,8 @@ def test_broker_of_home_assistant_gets_its_own_credentials_only(
     DeviceState(tmp_path / "state").close()
     runner = CliRunner(env={**FLEETS_CREDENTIALS, **environment})
     arguments = ["watch", str(tmp_path), "--state", str(tmp_path / "state"), "--publish", "home.example"]
-    done = runner.invoke(cli, ["--username", "shed-2", *arguments, *options])
+    (tmp_path / "settings.toml").write_text('username = "shed-2"\n', encoding="utf-8")
+    done = runner.invoke(cli, [*arguments, "--config", str(tmp_path / "settings.toml"), *options])
     assert seen == [access], done.output
     is_readable = access.password is not None
     assert ("is sent to home.example:1883 without encryption" in done.output) is is_readable

@@ -146,7 +146,7 @@ def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def test_the_first_scan_waits_until_files_may_be_complete(device: Device) -> None:
-    """With `--once` and `--dry-run` it is the only one. Later scans do not wait."""
+    """With `--once` and in a dry run it is the only one. Later scans do not wait."""
     assert device.find() == ["1.png", "2.png"]
     (pause_s,) = device.pauses
     assert 0 < pause_s <= SETTLE_S
@@ -172,13 +172,13 @@ def test_a_file_that_is_written_all_the_time_is_named_and_left_out(
     device.write()
     for _ in range(2):
         assert device.find() == ["1.png"]
-    assert device.workspace.missing(before) == set()
+    assert device.workspace.scan.missing(before) == set()
     assert device.skipped == {BEING_WRITTEN: 1}
     assert caplog.text.count(BEING_WRITTEN) == 1
     device.clocks.now_s += SETTLE_S
     assert device.find() == ["1.png", "2.png"]
     assert device.skipped == {}
-    assert len(device.workspace.missing(before)) == 1
+    assert len(device.workspace.scan.missing(before)) == 1
 
 
 def test_the_first_scan_waits_only_once(device: Device) -> None:

@@ -1,53 +1,47 @@
-"""Tasks and heads that end the device program, and files that its disk has changed."""
+"""Tasks, heads and images that end jobs, and files that the device's disk has changed."""
 
-import signal
+import contextlib
+import shutil
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from edge_client.storage.crash_counter import MAX_CRASHES, task_key
 from PIL import Image
 
 from edge_client.agent.state import Mode, head_key
+from edge_client.data import extraction
+from edge_client.job.program import _Service
 from edge_client.predict.head import open_installed
+from edge_client.storage.culprits import MAX_DEATHS, task_key
 from edge_client.storage.device_state import DeviceState
+from edge_client.storage.job_folder import Doing, FromJob, Line, Ready
 from edge_client.storage.stored_values import Heads, LeftOut, SubmissionReport
 from edge_client.submission import builder, head_installer, image_features
+from edge_client.submission.builder import SubmissionBuilder
 from edge_client.training import local_round
 from protocol.errors import StateError
+from protocol.models.preprocessing import Preprocessing, preprocess
 from protocol.storage.blobstore import BlobStore
-from protocol.wire.codec import encode
-from protocol.wire.messages import HeadManifest, Receipt, TaskManifest
+from protocol.wire.codec import decode, encode
+from protocol.wire.messages import HeadManifest, Receipt, Submission
 from tests.support.devices.device_bench import CONSTANT, HeadBench, RoundsBench
 from tests.support.devices.device_factory import (
     TINY,
     image_file,
     make_manifest,
     noise,
+    payload_of,
     write_images,
 )
+from tests.support.devices.job_threads import die
 from tests.support.graphs.backbones import tiny_backbone
 
 
-class EndedError(Exception):
-    """Stands for the end of the program: nothing handles it."""
-
-
-def die(*_: object, **__: object) -> Any:
-    raise EndedError
-
-
-def follow_until_it_dies(bench: HeadBench, manifest: TaskManifest) -> None:
-    """Follow a task that ends the program at each of `MAX_CRASHES` starts."""
-    with pytest.raises(EndedError):
-        bench.follow(manifest)
-    for _ in range(MAX_CRASHES - 1):
-        with pytest.raises(EndedError):
-            bench.start()
+def deaths(bench: HeadBench, digest: bytes) -> int:
+    return bench.store.culprits.deaths().get(digest.hex(), 0)
 
 
 @pytest.mark.parametrize(
@@ -55,67 +49,90 @@ def follow_until_it_dies(bench: HeadBench, manifest: TaskManifest) -> None:
     [(image_features, "open_backbone"), (image_features, "extract"), (builder, "encode_submission")],
     ids=["open_backbone", "extract", "encode_submission"],
 )
-def test_a_task_that_ends_the_program_is_not_run_at_the_fourth_start(
+def test_a_task_that_ends_three_jobs_is_not_run_a_fourth_time(
     bench: HeadBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, module: object, when: str
 ) -> None:  # fmt: skip
     """The device reports it, waits for the broker at its start, and follows another task or a dry run.
 
-    A task decides what is stored as well: whatever ends the program before it is on disk counts.
+    A task decides what is stored as well: whatever ends the job before it is on disk counts.
     """
     deadly = make_manifest(backbones=(bench.offer(tiny_backbone(seed=1)),), seed=1)
-    monkeypatch.setattr(module, when, die)
-    follow_until_it_dies(bench, deadly)
-    bench.start()
-    assert "the stored task ended the program 3 times: waiting for the broker" in caplog.text
-    bench.connect().follow(deadly)
-    problem = bench.status["problem"]
-    assert problem.startswith("the program ended 3 times while it ran the task's graphs")
-    assert "--dry-run" in problem
-    assert bench.submission() is None
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(module, when, die)
+        bench.follow(deadly)
+        assert caplog.text.count("job ended: it was killed") == MAX_DEATHS
+        bench.start()
+        assert "the stored task ended the program 3 times: waiting for the broker" in caplog.text
+        bench.connect().follow(deadly)
+        problem = bench.status["problem"]
+        assert problem.startswith("the program ended 3 times while it ran the task's graphs")
+        assert "edge-client dry-run" in problem
+        assert bench.submission() is None
     bench.follow(make_manifest(seed=2))
     assert bench.submission() is not None
     bench.follow(deadly)
     assert bench.status["problem"] == problem
     bench.start(mode=Mode.DRY_RUN).connect().announce(deadly)
     assert len(bench.shown) == 1
-    assert bench.store.crash_counter.crashes(task_key(deadly)) == 0
+    assert deaths(bench, task_key(deadly)) == 0
     bench.start(mode=Mode.SERVICE)
     assert bench.submission() is not None
+
+
+@pytest.mark.parametrize("error", [TypeError, MemoryError])
+def test_an_error_that_nobody_expects_ends_the_job_and_counts(
+    bench: HeadBench, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """What a graph returns may show a defect of the program; the service must not end at each of its starts."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(builder, "encode_submission", fail)
+    monkeypatch.setattr("threading.excepthook", lambda _: None)
+    bench.follow(make_manifest(seed=1))
+    assert bench.status["problem"].startswith("the program ended 3 times while it ran the task's graphs")
+
+
+def test_a_job_that_ends_before_it_runs_anything_ends_the_program(
+    bench: HeadBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No task and no head is to blame; a service manager starts the program again, later each time."""
+    monkeypatch.setattr(SubmissionBuilder, "build", die)
+    with pytest.raises(StateError, match="the process of a job ended"):
+        bench.follow(make_manifest(seed=1))
+    assert bench.store.culprits.deaths() == {}
 
 
 def test_a_part_of_a_task_that_works_does_not_end_the_row(
     bench: HeadBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The backbones can be opened, and run for a head: the task's images still end the program."""
+    """The backbones can be opened, and run for a head: the task's images still end the job."""
     deadly = make_manifest(seed=1)
-    bench.manifest = deadly
-    head = HeadManifest(task=bench.task, current=bench.head(1, CONSTANT["cat"]))
     monkeypatch.setattr(image_features, "extract", die)
-    follow_until_it_dies(bench, deadly)
+    bench.follow(deadly)
+    head = HeadManifest(task=bench.task, current=bench.head(1, CONSTANT["cat"]))
     bench.start().connect().announce(deadly).announce(head)
     assert bench.status["problem"].startswith("the program ended 3 times while it ran the task's graphs")
 
 
-def test_a_step_graph_that_ends_the_program_is_not_run_at_the_fourth_start(
+def test_a_step_graph_that_ends_three_jobs_is_not_run_a_fourth_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is counted as for backbones, also in the next round."""
     write_images(tmp_path / "data", count=8)
     rounds = RoundsBench(tmp_path)
-    monkeypatch.setattr(local_round, "train_round", die)
-    with pytest.raises(EndedError):
+    with monkeypatch.context() as patched:
+        patched.setattr(local_round, "train_round", die)
         rounds.begin(rounds.open())
-    for _ in range(MAX_CRASHES - 1):
-        with pytest.raises(EndedError):
-            rounds.start()
-    monkeypatch.undo()
-    rounds.start().connect().follow(rounds.manifest).begin(rounds.open(1))
+    rounds.begin(rounds.open(1))
+    assert rounds.status["problem"].startswith("the program ended 3 times")
+    rounds.start().connect().follow(rounds.manifest).begin(rounds.open(2))
     assert rounds.status["problem"].startswith("the program ended 3 times")
 
 
 @pytest.mark.parametrize("when", ["open_installed", "balanced"])
-def test_a_head_that_ends_the_program_is_refused_at_the_fourth_start(
+def test_a_head_that_ends_three_jobs_is_refused(
     bench: HeadBench, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """For good; the previous head stays in use all the time, and another head is installed afterwards."""
@@ -123,22 +140,20 @@ def test_a_head_that_ends_the_program_is_refused_at_the_fourth_start(
     before, deadly = bench.store.get(Heads), bench.head(2, CONSTANT["cat"], b"deadly")
     if when == "balanced":
         deadly = bench.head(2, CONSTANT["dog"])
-    monkeypatch.setattr(head_installer, when, die)
-    for _ in range(MAX_CRASHES):
-        with pytest.raises(EndedError):
-            bench.install(deadly)
-        bench.start().connect()
-    for _ in range(2):
-        installed = bench.install(deadly)
-        assert bench.store.get(Heads) == before
-        assert installed.evaluation.problem == "the program ended 3 times while it ran the head"
-        assert installed.reason.endswith(f"the previous head stays in use: {installed.evaluation.problem}")
-        bench.start().connect()
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(head_installer, when, die)
+        for _ in range(2):
+            installed = bench.install(deadly)
+            assert bench.store.get(Heads) == before
+            assert installed.evaluation.problem == "the program ended 3 times while it ran the head"
+            assert installed.reason.endswith(
+                f"the previous head stays in use: {installed.evaluation.problem}"
+            )
+            bench.start().connect()
     assert not bench.install(bench.head(3, CONSTANT["dog"] * 2)).reason
 
 
-def test_a_head_that_ends_the_program_in_the_comparison_does_not_block_its_successor(
+def test_a_head_that_ends_the_job_in_the_comparison_does_not_block_its_successor(
     bench: HeadBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After one end there is no comparison; a rollback is a successor too."""
@@ -156,13 +171,10 @@ def test_a_head_that_ends_the_program_in_the_comparison_does_not_block_its_succe
     for successor in (third, first):
         with monkeypatch.context() as patched:
             patched.setattr(head_installer, "open_installed", open_or_die)
-            with pytest.raises(EndedError):
-                bench.install(successor)
-            bench.start().connect()
             installed = bench.install(successor)
         assert (installed.reason, installed.evaluation.previous_correct) == ("", ())
         assert sum(installed.evaluation.correct) > 0
-        assert caplog.text.count("no comparison with the previous head") > 0
+        assert caplog.text.count("no comparison with the previous head") == 1
         caplog.clear()
         bench.install(bad)
 
@@ -175,11 +187,11 @@ def test_a_head_that_fails_in_predict_gives_way_to_the_previous_one(bench: HeadB
     other = DeviceState(bench.state, read_only=True)
     in_use = other.heads_in_use().installed
     assert in_use is not None
-    for _ in range(MAX_CRASHES):
+    for _ in range(MAX_DEATHS):
         bench.scan()
         assert bench.info.head_version == 2
-        with pytest.raises(EndedError), other.head_trials.count(in_use.key):
-            raise EndedError
+        with pytest.raises(RuntimeError), other.head_trials.count(in_use.key):
+            raise RuntimeError
     bench.scan()
     back = bench.store.get(Heads).installed
     assert back is not None
@@ -284,82 +296,92 @@ def test_a_device_that_cannot_run_the_task_has_no_vote(
     """The head is not in use, and the device uploads no report on it."""
     head = bench.head(1, CONSTANT["cat"])
     monkeypatch.setattr(image_features, "open_backbone", die)
-    for _ in range(MAX_CRASHES):
-        with pytest.raises(EndedError):
-            bench.start()
-    for _ in range(MAX_CRASHES):
+    bench.start().connect().follow(bench.manifest)
+    for _ in range(2):
+        installed = bench.install(head)
+        assert installed.report is None
+        assert "while it ran the task's graphs" in installed.reason
         bench.start().connect().follow(bench.manifest)
-        with pytest.raises(EndedError):
-            bench.install(head)
-    installed = bench.start().connect().follow(bench.manifest).install(head)
-    assert installed.report is None
-    assert "while it ran the task's graphs" in installed.reason
-    assert bench.store.crash_counter.crashes(head_key(head)) == 0
+    assert deaths(bench, task_key(bench.manifest, purpose="install")) == MAX_DEATHS
+    assert deaths(bench, head_key(head)) == 0
 
 
-_BUILD = """
-import os, signal, sys
-from pathlib import Path
-from edge_client.data import decoding_memory, extraction
-from protocol.models.preprocessing import preprocess
-from tests.support.devices.device_bench import HeadBench
+def test_an_image_that_ends_the_job_is_left_out_and_not_the_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The third job names it and uploads the others; it is tried again with more memory, or when its file changes."""
+    deadly, whole = image_file(tmp_path / "data/cat/deadly.png", noise(33, 33)), preprocess
 
-def preprocess_or_die(image, spec):
-    if image.size == (33, 33):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return preprocess(image, spec)
+    def preprocess_or_die(image: Image.Image, spec: Preprocessing) -> Any:
+        return die() if image.size == (33, 33) else whole(image, spec)
 
-extraction.preprocess = preprocess_or_die
-extraction.limit_bytes = lambda: int(sys.argv[2])
-HeadBench(Path(sys.argv[1]), batch_size=4)
-"""
+    def ends() -> int:
+        count = caplog.text.count("job ended: it was killed")
+        caplog.clear()
+        return count
 
-
-def test_an_image_that_crashes_the_program_is_left_out_and_not_the_task(tmp_path: Path) -> None:
-    """The third start names it and uploads the others; it is tried again with more memory, or when its file changes."""
-    deadly = image_file(tmp_path / "data/cat/deadly.png", noise(33, 33))
-
-    def start(memory_bytes: int) -> int:
-        return subprocess.run(
-            [sys.executable, "-c", _BUILD, tmp_path, str(memory_bytes)], check=False, timeout=120
-        ).returncode
-
-    assert [start(10**9) for _ in range(4)] == [-signal.SIGKILL, -signal.SIGKILL, 0, 0]
-    store = DeviceState(tmp_path / "state")
-    ((path, reason),) = store.get(LeftOut).unusable
+    monkeypatch.setattr(extraction, "preprocess", preprocess_or_die)
+    monkeypatch.setattr(extraction, "limit_bytes", lambda: 10**9)
+    bench = HeadBench(tmp_path, batch_size=4)
+    assert ends() == 2
+    ((path, reason),) = bench.store.get(LeftOut).unusable
     assert (path, "the program crashed when it decoded this image" in reason) == (str(deadly), True)
-    assert store.get(SubmissionReport).unusable == ((path, reason),)
-    assert sum(entry.images for entry in store.get(SubmissionReport).classes) == 40
-    assert store.crash_counter.crashes(task_key(make_manifest())) == 0
-    assert [start(2 * 10**9) for _ in range(3)] == [-signal.SIGKILL, -signal.SIGKILL, 0]
+    assert bench.store.get(SubmissionReport).unusable == ((path, reason),)
+    assert sum(entry.images for entry in bench.store.get(SubmissionReport).classes) == 40
+    assert deaths(bench, task_key(make_manifest())) == 0
+    bench.start()
+    assert ends() == 0
+    monkeypatch.setattr(extraction, "limit_bytes", lambda: 2 * 10**9)
+    bench.start()
+    assert ends() == 2
     image_file(deadly, noise(34, 34))
-    assert start(2 * 10**9) == 0
-    assert store.get(LeftOut).unusable == ()
+    bench.start()
+    assert ends() == 0
+    assert bench.store.get(LeftOut).unusable == ()
 
 
-_BUILD_IN_LITTLE_MEMORY = """
-import resource, sys
-from pathlib import Path
-from tests.support.devices.device_bench import HeadBench
+def test_a_job_that_is_killed_at_any_message_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it said before: the submission and the head's evaluation are those of a device without a death."""
+    send, left = _Service.send, [0]
 
-pages = int(Path("/proc/self/statm").read_text().split()[0])
-limit = pages * resource.getpagesize() + 400 * 2**20
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-HeadBench(Path(sys.argv[1]))
-"""
+    def send_or_die(service: _Service, message: FromJob) -> None:
+        if not isinstance(message, (Ready, Line, Doing)):
+            left[0] -= 1
+            if not left[0]:
+                die()
+        send(service, message)
 
+    monkeypatch.setattr(_Service, "send", send_or_die)
 
-@pytest.mark.skipif(
-    not Path("/proc/self/statm").exists(), reason="the size of the process is read from /proc"
-)
-def test_an_image_that_needs_more_memory_than_there_is_is_left_out(tmp_path: Path) -> None:
-    """A CMYK JPEG of 81 megapixels, in a process that may take 400 MiB; the other images are uploaded."""
-    (tmp_path / "data/cat").mkdir(parents=True)
-    large = tmp_path / "data/cat/large.jpg"
-    Image.new("CMYK", (9000, 9000)).save(large)
-    subprocess.run([sys.executable, "-c", _BUILD_IN_LITTLE_MEMORY, tmp_path], check=True, timeout=120)
-    store = DeviceState(tmp_path / "state")
-    ((path, reason),) = store.get(LeftOut).unusable
-    assert path == str(large)
-    assert reason.startswith("not enough memory to decode it: it needs 619 MiB beside what is in use")
-    assert store.outbox.newest_submission() is not None
+    def live(dies_at: int) -> tuple[Any, ...]:
+        shutil.copytree(tmp_path / "before", folder := tmp_path / str(dies_at))  # with the secret
+        bench = HeadBench(folder)
+        head = bench.head(1, CONSTANT["cat"])
+        left[0] = dies_at
+        for follow in (lambda: bench.follow(make_manifest(seed=1)), lambda: bench.install(head)):
+            with contextlib.suppress(StateError):  # nothing was named: the service ends, and is started again
+                follow()
+                continue
+            bench.start().connect()
+            follow()
+        (evaluation,) = (item for item in bench.store.outbox.items() if item.kind == "evaluation")
+        submission = bench.submission()
+        assert submission is not None
+        message = decode(payload_of(bench.store, submission), Submission, max_bytes=10**6)
+        assert list((bench.state / "jobs").iterdir()) == []
+        assert bench.store.culprits.deaths() == {}
+        bench.stop()
+        return (
+            evaluation.digest,
+            msgspec.structs.replace(message, sequence=0),
+            bench.store.get(SubmissionReport),
+        )
+
+    HeadBench(tmp_path / "before").stop()
+    whole = live(0)
+    messages = -left[0]
+    assert messages >= 8, "what a build and an installation name, and their ends"
+    for dies_at in range(1, messages + 1):
+        assert live(dies_at) == whole

@@ -7,15 +7,10 @@ import msgspec
 import pytest
 
 from edge_client.agent.manifest_trust import Identity
-from edge_client.agent.state import Mode
+from edge_client.agent.state import Mode, StoredState
 from edge_client.service.device import MAX_TICK_S, Device
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import (
-    BuildProblem,
-    CurrentRound,
-    CurrentTask,
-    HeadProblem,
-    Problems,
     SubmissionReport,
 )
 from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError
@@ -95,7 +90,7 @@ def test_a_stored_task_that_cannot_be_read_comes_from_the_broker(
     caplog.set_level("INFO")
     fields = msgspec.msgpack.decode(encode(make_task(store.blobs)))
     stored = store.blobs.put(msgspec.msgpack.encode({**fields, "v": 0}))
-    store.set(CurrentTask(stored))
+    store.set(StoredState(task=stored))
     if why == "damaged":
         store.blobs.path(stored).write_bytes(b"damaged")
     DeviceBench(tmp_path).start().connect()
@@ -110,7 +105,7 @@ def test_a_wrong_backbone_file_ends_a_single_run_at_every_start(tmp_path: Path) 
         bench.start()
         with pytest.raises(BackboneMismatch, match="not the task's backbone"):
             bench.announce(make_manifest())
-        assert bench.store.get(CurrentTask) == CurrentTask()
+        assert not bench.store.get(StoredState).task
 
 
 def test_a_service_with_another_tasks_backbone_file_waits(
@@ -127,21 +122,21 @@ def test_a_service_with_another_tasks_backbone_file_waits(
         signed = bench.signed(manifest)
         for _ in range(2):
             bench.receive(*signed)
-        assert bench.store.get(CurrentTask).digest == digests[0]
-    problem = bench.store.get(Problems).texts["task"]
+        assert bench.store.get(StoredState).task == digests[0]
+    problem = bench.store.get(StoredState).problems["task"]
     assert problem.endswith("omit --backbone to download it; waiting for another task")
     assert bench.info.problem == problem[:256]
     assert caplog.text.count("waiting for another task") == 1
     file.write_bytes(b"new")
     bench.receive(*signed)
-    assert bench.store.get(CurrentTask).digest == digests[1]
-    assert "task" not in bench.store.get(Problems).texts
+    assert bench.store.get(StoredState).task == digests[1]
+    assert "task" not in bench.store.get(StoredState).problems
     assert "waiting for another task" not in bench.info.problem
 
 
 def test_a_dry_run_without_a_broker_needs_every_blob(tmp_path: Path, store: DeviceState) -> None:
     """A task with rounds whose round is not stored ends in an error, not in endless waiting."""
-    store.set(CurrentTask(store.blobs.put(encode(make_task(store.blobs)))))
+    store.set(StoredState(task=store.blobs.put(encode(make_task(store.blobs)))))
     with pytest.raises(ConfigError, match="pass --broker"):
         Device(make_settings(tmp_path, mode=Mode.DRY_RUN), store).run()
 
@@ -150,11 +145,10 @@ def test_a_start_ends_all_problems_but_the_last_builds_and_the_last_heads(tmp_pa
     """Those two are not published: the task that the device will follow may be private."""
     bench = DeviceBench(tmp_path).start()
     old = "of an earlier start"
-    bench.store.set(Problems({"upload": old, "task": old}), BuildProblem(old), HeadProblem(old))
+    bench.store.set(StoredState(problems=dict.fromkeys(["upload", "task", "build", "head"], old)))
     bench.start().connect()
     assert (bench.status["problem"], bench.info.problem) == (old, "")
-    assert bench.store.get(Problems).texts == {}
-    assert (bench.store.get(BuildProblem).text, bench.store.get(HeadProblem).text) == (old, old)
+    assert bench.store.get(StoredState).problems == {"build": old, "head": old}
 
 
 OPENED = RoundManifest(task=TASK, number=0, rounds=9, epochs=1, tensors=TINY)
@@ -168,7 +162,7 @@ def test_trust_is_stored_before_a_manifest_is_used(
     bench = DeviceBench(tmp_path, mode=mode).start().connect().announce(OPENED, release=5)
     assert "message refused" not in caplog.text
     assert caplog.text.count("trusting the first aggregator key received") == 1
-    assert bool(bench.store.get(CurrentRound).digest) == (mode is Mode.SERVICE)
+    assert bool(bench.store.get(StoredState).round) == (mode is Mode.SERVICE)
     assert (bench.state / "signing.key").exists() == (mode is Mode.SERVICE)
     bench.start(mode=Mode.SERVICE).connect().announce(OPENED, release=4)
     assert bench.info.refused_messages == ({"replayed": 1} if mode is Mode.SERVICE else {})
@@ -196,11 +190,11 @@ def test_a_new_operator_key_replaces_the_stored_one(tmp_path: Path) -> None:
     for number, key in enumerate((public_key(b"n" * 32), None), start=1):
         bench.start(identity=Identity(key)).connect()
         opened = msgspec.structs.replace(OPENED, number=number)
-        before = bench.store.get(CurrentRound)
+        before = bench.store.get(StoredState).round
         bench.announce(opened, release=6)
-        assert bench.store.get(CurrentRound) == before
+        assert bench.store.get(StoredState).round == before
         bench.announce(opened, release=number, key=b"n" * 32)
-        assert bench.store.get(CurrentRound).digest == digest_of(encode(opened))
+        assert bench.store.get(StoredState).round == digest_of(encode(opened))
         assert bench.info.refused_messages == {"signature": 1}
 
 
@@ -232,14 +226,14 @@ def test_a_broker_that_withholds_is_noticed(
     start(100_000.0)
     bench.announce(make_manifest(), issued_s=98_000, expires_s=99_000)
     assert bench.info.problem.startswith("expired: task; this device keeps its head")
-    assert bench.store.get(Problems).texts == {"manifest": bench.info.problem}
+    assert bench.store.get(StoredState).problems == {"manifest": bench.info.problem}
     start(100_000.0)
     bench.wait()
     assert bench.store.outbox.newest_submission() is None
     assert bench.info.problem[:13] == "expired: task"
     bench.announce(make_manifest(), issued_s=99_999, expires_s=100_999)
     assert bench.store.outbox.newest_submission() is not None
-    assert (bench.info.problem, bench.store.get(Problems).texts) == ("", {})
+    assert (bench.info.problem, bench.store.get(StoredState).problems) == ("", {})
     assert caplog.text.count("expired: task") == 2
     # Without a battery-backed clock, the time is at least the date of the last manifest.
     start(0.0)

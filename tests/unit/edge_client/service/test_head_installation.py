@@ -9,7 +9,6 @@ import numpy as np
 import onnxruntime
 import pytest
 from click.testing import CliRunner
-from edge_client.storage.crash_counter import MAX_CRASHES
 from PIL import Image
 
 from edge_client.cli import cli
@@ -17,6 +16,7 @@ from edge_client.predict import classifier
 from edge_client.runtime.backbone import open_backbone
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
+from edge_client.storage.head_trials import MAX_FAILURES
 from edge_client.storage.stored_values import Heads, InstalledHead, StoredLocalModel
 from edge_client.submission import head_evaluation, head_installer
 from edge_client.training.local_round import initial_model, pack
@@ -155,7 +155,7 @@ def test_a_backbone_that_fails_in_predict_gives_way_to_the_head_before(
         if fails == "opening":
             error = BackboneMismatch("the backbone fails")
             patched.setattr(classifier, "open_backbone", Mock(side_effect=error))
-        for _ in range(MAX_CRASHES):
+        for _ in range(MAX_FAILURES):
             assert "the backbone fails" in predict("white")
             if fails == "runs":
                 assert "1 of 1 images could not be read" in predict("broken")
@@ -166,7 +166,7 @@ def test_a_backbone_that_fails_in_predict_gives_way_to_the_head_before(
     # A second head of the new task, whose previous one has the same backbone: going back would not help.
     for version in (3, 4):
         bench.install(bench.head(version, CONSTANT["dog"] * version))
-    for _ in range(MAX_CRASHES + 1):
+    for _ in range(MAX_FAILURES + 1):
         assert "the backbone fails" in predict("white")
     in_use = bench.store.heads_in_use().installed
     assert in_use is not None

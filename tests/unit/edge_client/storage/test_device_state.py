@@ -15,19 +15,18 @@ from unittest.mock import patch
 
 import msgspec
 import pytest
-from edge_client.storage.crash_counter import MAX_CRASHES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_client.agent.state import UploadItem
+from edge_client.agent.state import StoredState, UploadItem
 from edge_client.storage import outbox, stored_values
+from edge_client.storage.culprit_record import MAX_ROWS
+from edge_client.storage.culprits import MAX_DEATHS, Culprits
 from edge_client.storage.device_state import DeviceState, default_device_id
-from edge_client.storage.disk_space import DiskAlmostFull
 from edge_client.storage.head_trials import MAX_FAILURES
+from edge_client.storage.job_folder import At, FromJob, Worked
 from edge_client.storage.stored_values import (
     Epoch,
-    EvaluatedHead,
-    HeadProblem,
     Heads,
     InstalledHead,
     SubmissionSequence,
@@ -36,7 +35,6 @@ from protocol.errors import (
     BackboneMismatch,
     CrashedBefore,
     GraphRefused,
-    Interrupted,
     ProtofleetError,
     RuntimeMissing,
     StateError,
@@ -50,7 +48,7 @@ def test_facts_survive_a_restart(tmp_path: Path) -> None:
     state = DeviceState(tmp_path)
     head = InstalledHead(head=b"\0\xff" * 16, version=3, backbones=(b"b" * 32,), classes=("a", "ü"), round=4)
     stored = (
-        stored_values.CurrentTask(b"t" * 32),
+        StoredState(task=b"t" * 32),
         stored_values.SubmissionReport(
             (stored_values.ClassReport("a", 9, 2, (7,)),), (("a/1.png", "broken"),), 77
         ),
@@ -124,71 +122,71 @@ def test_unusable_directory_is_named_in_the_error(tmp_path: Path) -> None:
 GRAPH = b"g" * 32
 
 
-class EndedError(Exception):
-    """Stands for the end of the program: nothing handles it."""
-
-
 @pytest.fixture
 def state(tmp_path: Path) -> DeviceState:
     return DeviceState(tmp_path)
 
 
-def end(state: DeviceState, digest: bytes = GRAPH, *, progress: bool = False) -> None:
-    def run() -> None:
-        with state.crash_counter.guard(digest, what="it") as on_progress:
-            if progress:
-                on_progress()
-            raise EndedError
-
-    with pytest.raises(EndedError):
-        run()
+def culprits(state: DeviceState, said: list[FromJob] | None = None) -> Culprits:
+    """Return what a job is given."""
+    return Culprits((said if said is not None else []).append, deaths=state.culprits.deaths())
 
 
-def test_what_ended_the_program_three_times_is_not_run_again(tmp_path: Path, state: DeviceState) -> None:
+def test_what_ended_three_jobs_is_not_run_again(tmp_path: Path, state: DeviceState) -> None:
     """Across restarts; something else runs, and the operator can insist."""
-    for _ in range(MAX_CRASHES):
-        end(DeviceState(tmp_path))
+    for _ in range(MAX_DEATHS):
+        DeviceState(tmp_path).culprits.add_death(GRAPH)
     for _ in range(2):
         with (
             pytest.raises(CrashedBefore, match="ended 3 times while it ran it"),
-            DeviceState(tmp_path).crash_counter.guard(GRAPH, what="it"),
+            culprits(DeviceState(tmp_path)).running(GRAPH, what="it"),
         ):
             pytest.fail("it ran")
-    with state.crash_counter.guard(b"other", what="it"):
-        assert state.crash_counter.crashes(b"other") == 0
-    with state.crash_counter.guard(GRAPH, what="it", max_crashes=None):
+    said: list[FromJob] = []
+    with culprits(state, said).running(b"other", what="it"):
+        assert said == [At(b"other")]
+    with culprits(state, said).running(GRAPH, what="it", max_deaths=None):
         pass
-    assert state.crash_counter.crashes(GRAPH) == 0
+    assert said == [At(b"other"), At(), At(GRAPH), Worked(GRAPH), At()]
+    state.culprits.forget(GRAPH)
+    assert state.culprits.deaths() == {}
 
 
-@pytest.mark.parametrize("end_of_run", [None, GraphRefused, StateError, Interrupted, KeyboardInterrupt])
+@pytest.mark.parametrize("end_of_run", [None, GraphRefused, StateError, KeyboardInterrupt])
 def test_a_run_that_works_resets_the_count(
     state: DeviceState, end_of_run: type[BaseException] | None
 ) -> None:
-    """One that is refused or stopped does not count, and earlier ends stay."""
-    end(state)
-    try:
-        with state.crash_counter.guard(GRAPH, what="it"):
-            if end_of_run is not None:
-                raise end_of_run
-    except (GraphRefused, StateError, Interrupted, KeyboardInterrupt):
-        pass
-    assert state.crash_counter.crashes(GRAPH) == (1 if end_of_run else 0)
+    """One that is refused does not: earlier deaths stay."""
+    state.culprits.add_death(GRAPH)
+    said: list[FromJob] = []
+    with contextlib.suppress(end_of_run or StateError), culprits(state, said).running(GRAPH, what="it"):
+        if end_of_run is not None:
+            raise end_of_run
+    assert (Worked(GRAPH) in said) == (end_of_run is None)
 
 
-def test_ends_after_progress_are_counted_anew(state: DeviceState) -> None:
+def test_deaths_after_progress_are_counted_anew(state: DeviceState) -> None:
     """Features and checkpoints that are on disk are not computed again: the next end is at another place."""
-    for _ in range(2 * MAX_CRASHES):
-        end(state, progress=True)
-    assert state.crash_counter.crashes(GRAPH) == 1
+    state.culprits.add_death(GRAPH)
+    said: list[FromJob] = []
+    with pytest.raises(StateError), culprits(state, said).running(GRAPH, what="it"):
+        raise StateError
+    assert Worked(GRAPH) not in said
+    each = culprits(state, said)
+    with each.running(GRAPH, what="it"):
+        each.stored()
+        assert said[-1] == Worked(GRAPH)
+    assert Worked(GRAPH) in said
 
 
-def test_a_run_during_an_orderly_end_does_not_count(state: DeviceState) -> None:
-    """The operator stops the program while a slow graph runs."""
-    running = state.crash_counter.guard(GRAPH, what="it")
-    running.__enter__()
-    state.crash_counter.stop()
-    assert DeviceState(state.folder).crash_counter.crashes(GRAPH) == 0
+def test_few_culprits_are_kept(state: DeviceState) -> None:
+    """The newest: those of replaced tasks and heads are deleted."""
+    for number in range(MAX_ROWS + 2):
+        state.culprits.add_death(b"%03d" % number)
+        state.culprits.add_death(b"%03d" % 0)
+    kept = state.culprits.deaths()
+    assert len(kept) <= MAX_ROWS
+    assert kept[b"000".hex()] == MAX_ROWS + 3
 
 
 def head(version: int) -> InstalledHead:
@@ -208,13 +206,13 @@ def test_a_head_that_fails_three_times_in_use_gives_way_to_the_previous_one(stat
     with trials.count(head(2).key):
         pass
     for _ in range(MAX_FAILURES):
-        assert state.leave_failed_heads() == state.heads_in_use() == Heads(head(2), head(1))
+        assert state.leave_failed_heads() == (state.heads_in_use(), "") == (Heads(head(2), head(1)), "")
         fail()
     assert DeviceState(state.folder, read_only=True).heads_in_use() == Heads(head(1))
     assert state.get(Heads) == Heads(head(2), head(1))
-    assert state.leave_failed_heads() == state.get(Heads) == Heads(head(1))
-    assert state.get(HeadProblem).text == "head 2 failed 3 times in use"
-    with pytest.raises(CrashedBefore), state.crash_counter.guard(head(2).key, what="the head"):
+    assert state.leave_failed_heads() == (Heads(head(1)), "head 2 failed 3 times in use")
+    assert state.get(Heads) == Heads(head(1))
+    with pytest.raises(CrashedBefore), culprits(state).running(head(2).key, what="the head"):
         pytest.fail("it ran")
     assert trials.failures(head(2).key) == 0, "the row counts now"
 
@@ -273,11 +271,9 @@ def test_nothing_is_counted_on_an_almost_full_disk(
     """There may be room for a count, and then none for its deletion: three builds or predictions would be the last."""
     disk = SimpleNamespace(total=3 * 1024**2, free=44 * 1024)
     monkeypatch.setattr("edge_client.storage.disk_space.disk_usage", lambda _: disk)
-    with pytest.raises(DiskAlmostFull):
-        end(state)
-    with pytest.raises(EndedError), state.head_trials.count(head(2).key):
-        raise EndedError
-    assert (state.crash_counter.crashes(GRAPH), state.head_trials.failures(head(2).key)) == (0, 0)
+    with pytest.raises(GraphRefused), state.head_trials.count(head(2).key):
+        raise GraphRefused
+    assert state.head_trials.failures(head(2).key) == 0
 
 
 TASK = b"t" * 32
@@ -339,9 +335,9 @@ def test_acknowledged_evaluation_is_deleted(state: DeviceState) -> None:
     assert evaluation.head == bytes.fromhex(KEY)
     assert submission.head is None
     assert state.outbox.items() == (submission, evaluation)
-    assert state.outbox.receive(evaluation.digest, facts=(EvaluatedHead(bytes.fromhex(KEY)),))
+    assert state.outbox.receive(evaluation.digest)
     assert state.outbox.items() == (submission,)
-    assert (state.get(Epoch).number, state.get(EvaluatedHead).key.hex()) == (7, KEY)
+    assert state.get(Epoch).number == 7
 
 
 def test_submission_above_the_limit_is_refused(state: DeviceState, monkeypatch: pytest.MonkeyPatch) -> None:

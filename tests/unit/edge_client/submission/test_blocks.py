@@ -1,8 +1,7 @@
 """Blocks: each image goes out in one form, once, and has a bounded share of every combination of what was released."""
 
-import contextlib
-import sqlite3
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from edge_client.cli import cli
 from edge_client.cli.run import _show_dry_run
 from edge_client.data.principal_prototypes import basis, share_of_new
 from edge_client.service.blob_downloads import BlobDownloads
+from edge_client.service.build_report import AWAITS_BLOCK
 from edge_client.storage.image_group_record import Partition
 from edge_client.storage.stored_values import DeviceName
-from edge_client.submission.builder import AWAITS_BLOCK
 from edge_client.submission.prepared_submission import (
     NoPrototype,
     PreparedSubmission,
@@ -269,7 +268,7 @@ def test_a_block_that_is_left_out_says_why(device: BlockDevice, capsys: pytest.C
     device.put(range(60, 70), "cat")
     prepared = device.upload(classes=CLASSES[:2])
     assert prepared is not None
-    _show_dry_run(prepared, 1)
+    _show_dry_run(prepared.shown(1))
     out = capsys.readouterr().out
     assert "cat: 30 images, 0 held out; 2 prototypes of 5 images, 20 left out with their block" in out
     assert "dog: 20 images, 0 held out; 20 left out with their block" in out
@@ -401,7 +400,7 @@ def test_a_backbone_that_fails_on_an_image_dissolves_no_block(device: BlockDevic
     """Only files dissolve a block: the task gets nothing of it, and others what they had."""
     first = _uploaded(device)
     found = device.found(make_manifest(classes=CLASSES, backbones=BACKBONES[1:]))
-    device.workspace.scanned = tuple(image.identity for image in found.usable)
+    device.workspace.scan = replace(device.workspace.scan, images=found.usable)
     for _ in range(2):
         device.unusable = {0}
         assert device.upload(classes=CLASSES, backbones=BACKBONES[1:]) is None
@@ -421,21 +420,12 @@ def test_a_lost_file_dissolves_its_block(device: BlockDevice, caplog: pytest.Log
     assert [text for text in caplog.messages if text.startswith("block dissolved into batches images=60")]
 
 
-def test_a_state_of_the_version_before_has_no_block(tmp_path: Path) -> None:
-    """Its groups stay, and new images form a block beside them."""
-    device = BlockDevice(tmp_path)
+def test_groups_of_a_task_without_blocks_stay(device: BlockDevice) -> None:
+    """New images form a block beside them."""
     _uploaded(device, range(30), prototypes=UNSET)
-    groups, file = device.partition.groups, tmp_path / "state" / "device.sqlite"
-    device.close()
-    with contextlib.closing(sqlite3.connect(file)) as database:
-        for statement in (
-            "DROP TABLE blocks", "DROP TABLE moved_images", "ALTER TABLE image_groups DROP COLUMN block",
-            "ALTER TABLE image_groups DROP COLUMN class", "PRAGMA user_version = 1",
-        ):  # fmt: skip
-            database.execute(statement)
-    device.open()
-    assert device.partition.groups == groups
+    groups = device.partition.groups
     assert _counts(_uploaded(device, range(90))) == ([20, 20, 20], [5] * 6)
+    assert groups.items() <= device.partition.groups.items()
 
 
 def test_the_last_submission_counts_while_a_block_awaits_an_image(
@@ -444,7 +434,7 @@ def test_the_last_submission_counts_while_a_block_awaits_an_image(
     """Log, status and info say so; a day later the block is dissolved."""
     bench = PrivateBench(tmp_path, differential_privacy=None, prototypes="auto", batch_size=5)
     bench.store.set(DeviceName("shed"))
-    bench.workspace().store.clock = clock = FakeClock()
+    bench.store.clock = clock = FakeClock()
     first = bench.build().item
     assert first is not None
     assert bench.read(first).block is not UNSET

@@ -17,21 +17,22 @@ from click.testing import CliRunner
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
+from edge_client.agent.state import StoredState
 from edge_client.cli import cli
 from edge_client.data.images import NoImages
 from edge_client.predict.head import Result
 from edge_client.runtime.backbone import Backbone
+from edge_client.service.build_report import LOST_IMAGES
+from edge_client.service.job_progress import LOG_INTERVAL_S, STORE_INTERVAL_S, ProgressReporter
 from edge_client.storage.device_state import DeviceState
+from edge_client.storage.job_folder import Doing
 from edge_client.storage.stored_values import (
-    BuildProblem,
-    CurrentTask,
     DeviceName,
     ExtractionProgress,
     Secret,
 )
-from edge_client.submission.builder import LOST_IMAGES
-from edge_client.submission.extraction_progress import LOG_INTERVAL_S, STORE_INTERVAL_S, ProgressReporter
 from edge_client.submission.head_evaluation import evaluate_head
+from edge_client.submission.job_progress import ExtractionCounter
 from edge_client.submission.prepared_submission import (
     PreparedSubmission,
     prepare_prototypes,
@@ -54,7 +55,7 @@ def _prepare(
     """Prepare a submission of the images in the data folder."""
     workspace, task = make_workspace(folder, **{"holdout": 0.2, **local}), make_manifest(**(manifest or {}))
     workspace.store.set(Secret(secret))
-    return prepare_prototypes(workspace, task, workspace.extract(task, should_stop=lambda: False))
+    return prepare_prototypes(workspace, task, workspace.extract(task))
 
 
 def test_a_class_with_a_name_that_no_folder_can_have(tmp_path: Path) -> None:
@@ -174,7 +175,7 @@ def test_a_submission_of_images_that_are_gone_still_counts(
 ) -> None:
     """Without any image nothing is uploaded: status says so, and what removes the last submission."""
     bench = PrivateBench(tmp_path, differential_privacy=None)
-    bench.store.set(DeviceName("shed-1"), CurrentTask(bench.task))
+    bench.store.set(DeviceName("shed-1"), StoredState(task=bench.task))
     bench.upload()
 
     def shown() -> str:
@@ -187,7 +188,7 @@ def test_a_submission_of_images_that_are_gone_still_counts(
     shutil.rmtree(bench.data)
     bench.data.mkdir()
     assert "no image of the task's classes" in bench.refused()
-    bench.store.set(BuildProblem(bench.build().reason))
+    bench.store.set(StoredState(task=bench.task, problems={"build": bench.build().reason}))
     assert advice in shown()
     assert [text for text in caplog.messages if text.startswith(LOST_IMAGES)] == [
         f"{LOST_IMAGES} name={name} images=0 before=40" for name in CLASSES
@@ -301,13 +302,16 @@ class Extraction:
 
     def __init__(self, store: DeviceState | None) -> None:
         self.now_s = 0.0
-        self.reporter = ProgressReporter(store, images=1000, backbones=2, clock=lambda: self.now_s)
-        self.reporter.advance(400, 0)
+        self.reporter = ProgressReporter(store, clock=lambda: self.now_s)
+        self.counter = ExtractionCounter(
+            self.reporter.show, images=1000, backbones=2, clock=lambda: self.now_s
+        )
+        self.counter.advance(400, 0)
 
     def compute(self, seconds: int) -> None:
         for _ in range(seconds):
             self.now_s += 1
-            self.reporter.advance(0, 10)
+            self.counter.advance(0, 10)
 
 
 def test_a_service_logs_rate_and_estimate(caplog: pytest.LogCaptureFixture) -> None:
@@ -342,17 +346,17 @@ def test_the_bar_shows_rate_and_estimate(
     monkeypatch.setattr("sys.stderr", terminal)
     extraction = Extraction(None)
     extraction.compute(100)
-    extraction.reporter.close()
+    extraction.counter.close()
     assert "70%  5.0 images/s, 0:01:00 left" in terminal.getvalue()
     assert caplog.text == ""
 
 
-def test_an_extraction_reports_its_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_extraction_reports_its_images(tmp_path: Path) -> None:
     """Held-out and perturbed images count once, also those that are unusable."""
     data = write_images(tmp_path / "data", count=10)
     (data / "cat/broken.png").write_text("broken")
-    workspace, reported = make_workspace(tmp_path, holdout=0.4), []
-    monkeypatch.setattr(ProgressReporter, "_keep", lambda _self, progress, _now_s: reported.append(progress))
+    workspace, reported = make_workspace(tmp_path, holdout=0.4), list[Doing]()
+    workspace.show_progress = reported.append
     manifest = make_manifest(perturbation=Perturbation(on="images", scale=0.1))
-    workspace.extract(manifest, should_stop=lambda: False)
-    assert [(each.done, each.total) for each in (reported[0], reported[-1])] == [(0, 21), (21, 21)]
+    workspace.extract(manifest)
+    assert [(each.done, each.total) for each in (reported[0], *reported[-2:])] == [(0, 21), (21, 21), (0, 0)]

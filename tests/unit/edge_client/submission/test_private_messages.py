@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from edge_client.agent import events
+from edge_client.agent.state import StoredState
 from edge_client.privacy import policy
 from edge_client.privacy.policy import BUDGET, HEAD_REFUSED
 from edge_client.service.device import Device
-from edge_client.storage.stored_values import BuildProblem, SubmissionReport
+from edge_client.storage.stored_values import SubmissionReport
 from protocol.wire import messages
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import BlobRef, DeviceInfo, Evaluation, HeadRef, Privacy, Submission, Tensor
@@ -84,9 +85,9 @@ def test_info_reveals_nothing_about_images(bench: PrivateBench) -> None:
     assert len(report.unusable) == 1
     info = bench.info()
     assert (info.images, info.unusable_images, info.problem) == ({}, 0, "")
-    bench.store.set(BuildProblem("/home/anna/images/secret.png: truncated"))
+    bench.store.set(StoredState(problems={"build": "/home/anna/images/secret.png: truncated"}))
     assert bench.info().problem == policy.CANNOT
-    bench.store.set(BuildProblem(BUDGET))
+    bench.store.set(StoredState(problems={"build": BUDGET}))
     assert bench.info().problem == BUDGET
 
 
@@ -95,7 +96,7 @@ def test_info_after_a_private_release_reveals_nothing_until_the_next_submission(
     (bench.data / "cat" / "broken.png").write_text("broken")
     bench.upload()
     bench.manifest = without_privacy(bench.manifest)
-    bench.store.set(BuildProblem("/home/anna/images/secret.png: truncated"))
+    bench.store.set(StoredState(problems={"build": "/home/anna/images/secret.png: truncated"}))
     info = bench.info()
     assert (info.images, info.unusable_images, info.problem) == ({}, 0, policy.CANNOT)
     bench.upload()
@@ -134,7 +135,7 @@ def test_info_reveals_nothing_about_a_task_that_max_epsilon_refuses(tmp_path: Pa
     assert bench.refused() == policy.NOT_PRIVATE
     info = bench.info()
     assert (info.images, info.unusable_images) == ({}, 0)
-    bench.store.set(BuildProblem("/home/anna/images/secret.png: truncated"))
+    bench.store.set(StoredState(problems={"build": "/home/anna/images/secret.png: truncated"}))
     assert bench.info().problem == policy.CANNOT
 
 
@@ -163,8 +164,7 @@ def _evaluation(bench: PrivateBench, *, works: bool) -> Evaluation:
     file = linear_head([tiny(bench.folder)], np.ones((16, 2), dtype=np.float32), softmax=works)
     blob = BlobRef(digest=bench.store.blobs.put(file), size_bytes=len(file), name="h")
     head = HeadRef(version=1, head=blob, devices=1, prototypes=1)
-    bench.worker.run(events.InstallHead(bench.task, bench.manifest, head))
-    installed = bench.emitted.pop()
+    installed = bench.worker.run(events.InstallHead(bench.task, bench.manifest, head))
     assert isinstance(installed, events.HeadInstalled)
     assert installed.report is not None
     payload = payload_of(bench.store, installed.report)

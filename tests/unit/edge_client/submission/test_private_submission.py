@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,22 +18,27 @@ from PIL import Image
 
 from aggregator.intake.validation import Expectation, check_noisy_sums
 from edge_client.agent import events
-from edge_client.privacy import policy
+from edge_client.agent.state import StoredState
+from edge_client.job.program import _Program
+from edge_client.privacy import charges, policy
 from edge_client.privacy.policy import BUDGET, FAILED
 from edge_client.service.device import Device
 from edge_client.storage import privacy_ledger
+from edge_client.storage.feature_cache import FeatureCache
+from edge_client.storage.job_folder import Installed
 from edge_client.storage.privacy_ledger import LOST
-from edge_client.storage.stored_values import BuildProblem, PrivacySpent, SubmissionReport
+from edge_client.storage.stored_values import PrivacySpent, SubmissionReport
 from edge_client.submission import private_submission
+from edge_client.submission.head_installer import HeadInstaller
 from edge_client.submission.image_features import Workspace, training_feature_keys
-from edge_client.submission.prepared_submission import encode_submission
+from edge_client.submission.prepared_submission import encode_submission, prepare_prototypes
 from protocol.errors import PrivacyRefused, StateError
 from protocol.statistics.noisy_sums import MAX_DISCRETENESS, UNITS, deviations
 from protocol.statistics.public_map import PublicMap, read_map
 from protocol.statistics.second_moment import from_triangle
 from protocol.wire.arrays import to_array
 from protocol.wire.codec import encode
-from protocol.wire.messages import BlobRef, Evaluation, Perturbation, Privacy, Statistics, Submission
+from protocol.wire.messages import BlobRef, Evaluation, HeadRef, Perturbation, Privacy, Statistics, Submission
 from tests.support.devices.device_factory import PROGRAM, TINY
 from tests.support.devices.worker_benches import PUBLIC_MAP, SIZE, WANTED, PrivateBench, without_privacy
 from tests.support.messages.every_type import SAMPLES
@@ -116,12 +122,11 @@ def test_a_submission_that_is_damaged_is_not_replaced_by_the_earlier_one(bench: 
 
 def test_noise_key_is_in_no_file_once_the_submission_is_in_the_outbox(bench: PrivateBench) -> None:
     """With the key and the submission, the row of an image could be computed that was deleted since."""
-    killed = patch.object(private_submission, "noisy_sums", side_effect=KeyboardInterrupt)
-    with killed, pytest.raises(KeyboardInterrupt):
-        bench.build()
+    bench.lose_power_in(private_submission, "noisy_sums")
     (release,) = bench.store.ledger.releases()
     assert release.key is not None
-    assert _files_with(bench, release.key)
+    assert {name.split("-")[0] for name in _files_with(bench, release.key)} == {"device.sqlite"}
+    bench.restart()
     built = bench.build()
     assert not _files_with(bench, release.key)
     assert bench.dry_run(bench.manifest).privacy == bench.read(built.item).privacy  # type: ignore[arg-type]
@@ -135,11 +140,12 @@ def _files_with(bench: PrivateBench, secret: bytes) -> list[str]:
 
 def restored_before_the_rows(bench: PrivateBench) -> tuple[Submission, Submission]:
     """Return the submissions of a state folder and of its copy from after the charge, where one image differs."""
-    with patch.object(Workspace, "extract", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        bench.build()
+    bench.lose_power_in(Workspace, "extract")
+    bench.restart()
     state, copy = bench.folder / "state", bench.folder / "copy"
     shutil.copytree(state, copy)
     first = bench.upload()
+    bench.stop()
     bench.store.close()
     shutil.rmtree(state)
     shutil.copytree(copy, state)
@@ -162,9 +168,7 @@ def test_forged_receipts_cost_no_budget(bench: PrivateBench) -> None:
     """`superseded`, which any client can send that may publish receipts: the same noise under a higher number."""
     first = bench.upload()
     for above in (first.sequence + 10**6, 2**53):
-        bench.build(above=above)
-        built = bench.emitted.pop()
-        assert isinstance(built, events.SubmissionBuilt)
+        built = bench.build(above=above)
         assert built.item is not None
         again = bench.read(built.item)
         assert again.sequence > above
@@ -246,9 +250,7 @@ def test_features_of_a_deleted_image_go_also_without_budget(bench: PrivateBench)
 
 def test_a_charged_release_is_built_after_a_crash(bench: PrivateBench) -> None:
     """Power loss between charging and uploading costs nothing more."""
-    killed = patch.object(private_submission, "noisy_sums", side_effect=KeyboardInterrupt)
-    with killed, pytest.raises(KeyboardInterrupt):
-        bench.build()
+    bench.lose_power_in(private_submission, "noisy_sums")
     assert bench.store.outbox.items() == ()
     bench.restart()
     assert len(bench.store.ledger.releases()) == 1
@@ -284,21 +286,19 @@ FAILURES: dict[str, tuple[str, Break]] = {
     "the accountant fails": (
         FAILED,
         lambda _, patch: patch.setattr(
-            private_submission, "epsilon_of_sums", Mock(side_effect=ArithmeticError("too small"))
+            charges, "epsilon_of_sums", Mock(side_effect=ArithmeticError("too small"))
         ),
     ),
     "the accountant gives no bound": (
         BUDGET,
-        lambda _, patch: patch.setattr(private_submission, "epsilon_of_sums", lambda *_, **__: math.inf),
+        lambda _, patch: patch.setattr(charges, "epsilon_of_sums", lambda *_, **__: math.inf),
     ),
     "the record cannot be written": (FAILED, lambda bench, _: _forget(bench, FULL)),
     "the marker cannot be written": (FAILED, lambda bench, _: (bench.folder / "state" / "releases").mkdir()),
     "the record cannot be read": (FAILED, lambda bench, _: _forget(bench, "DROP TABLE releases")),
     "features are gone": (
         FAILED,
-        lambda bench, patch: patch.setattr(
-            bench.worker._builder._workspace.cache, "matrix", Mock(side_effect=StateError("secret.png"))
-        ),
+        lambda _, patch: patch.setattr(FeatureCache, "matrix", Mock(side_effect=StateError("secret.png"))),
     ),
     "the mechanism fails": (
         FAILED,
@@ -310,7 +310,10 @@ FAILURES: dict[str, tuple[str, Break]] = {
         FAILED,
         lambda _, patch: patch.setattr(os, "urandom", Mock(side_effect=NotImplementedError())),
     ),
-    "no secret": (FAILED, lambda bench, patch: patch.setattr(bench.store, "secret", lambda **_: b"")),
+    "no secret": (
+        FAILED,
+        lambda bench, patch: patch.setattr(bench.store, "secret", Mock(side_effect=StateError("secret"))),
+    ),
     "out of memory": (
         FAILED,
         lambda _, patch: patch.setattr(private_submission, "noisy_sums", Mock(side_effect=MemoryError())),
@@ -327,7 +330,7 @@ def test_any_failure_uploads_nothing(bench: PrivateBench, monkeypatch: pytest.Mo
         bring_about(bench, patched)
         assert bench.refused() == reason
         assert bench.build().retries == (reason == FAILED), "it may pass, and costs nothing more"
-    bench.store.set(BuildProblem(reason))
+    bench.store.set(StoredState(problems={"build": reason}))
     assert "secret" not in bench.info().problem
     assert bench.info().problem
 
@@ -388,7 +391,7 @@ def test_sums_are_those_of_the_images_but_for_the_noise(tmp_path: Path) -> None:
     bench = PrivateBench(tmp_path, differential_privacy=quiet)
     taken = check_noisy_sums(bench.upload(), Expectation(bench.task, bench.manifest, SIZE))
     workspace, public = bench.workspace(), read_map(PUBLIC_MAP)
-    found = workspace.extract(bench.manifest, lambda: False)
+    found = workspace.extract(bench.manifest)
     keys = training_feature_keys(bench.manifest)
     rows = [public.rows(workspace.features(found.of_class(label), keys, 16)).astype(int) for label in (0, 1)]
     scale = deviations(0.5)
@@ -411,15 +414,42 @@ def test_equal_pixels_count_once(tmp_path: Path) -> None:
     assert np.abs(counts - 40 * UNITS).max() < 6 * deviations(0.5)["counts"] < 40 * UNITS
 
 
+def test_a_head_of_an_earlier_task_delays_no_build(
+    bench: PrivateBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process, which has the features, does not wait for another job once a private one waits for these."""
+    installs, waits = threading.Event(), threading.Event()
+    open_cache = _Program._open_cache
+
+    def open_in_turn(program: _Program, folder: Path, *, writes: bool) -> FeatureCache:
+        if installs.is_set():
+            waits.set()
+        return open_cache(program, folder, writes=writes)
+
+    def install(*_: object) -> Installed:
+        installs.set()
+        waits.wait(60)
+        return Installed(head=b"head")
+
+    monkeypatch.setattr(_Program, "_open_cache", open_in_turn)
+    monkeypatch.setattr(HeadInstaller, "install", install)
+    public, head = without_privacy(bench.manifest), HeadRef(version=1, head=TINY, devices=1, prototypes=1)
+    bench.worker.jobs.install(events.InstallHead(bench.task, public, head))
+    bench.worker.wait_for(installs)
+    bench.upload()
+
+
 def test_a_feature_that_is_not_finite_counts_as_one(
     bench: PrivateBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A refusal would tell that the image is there."""
 
-    def not_a_number(names: Sequence[str], *_: object, **__: object) -> NDArray[np.float32]:
+    def not_a_number(
+        _: FeatureCache, names: Sequence[str], *__: object, **___: object
+    ) -> NDArray[np.float32]:
         return np.full((len(names), 16), np.nan, np.float32)
 
-    monkeypatch.setattr(bench.worker._builder._workspace.cache, "matrix", not_a_number)
+    monkeypatch.setattr(FeatureCache, "matrix", not_a_number)
     bench.upload()
 
 
@@ -509,6 +539,7 @@ def test_max_epsilon_is_for_what_was_built_before_it_too(
 
 def test_prototypes_without_noise_are_not_encoded_for_a_private_task(bench: PrivateBench) -> None:
     """A last check before bytes leave."""
-    prepared = bench.dry_run(without_privacy(bench.manifest))
+    workspace, manifest = bench.workspace(), without_privacy(bench.manifest)
+    prepared = prepare_prototypes(workspace, manifest, workspace.extract(manifest))
     with pytest.raises(PrivacyRefused):
         encode_submission(prepared, task=bench.task, manifest=bench.manifest, sequence=1)

@@ -1,9 +1,14 @@
 """RoundTraining: each round is trained once across restarts, and stored as a whole."""
 
+import functools
 import logging
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -15,16 +20,20 @@ from edge_client.data.holdout import held_out
 from edge_client.data.images import LabeledImage
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
+from edge_client.storage.job_folder import CHECKPOINTS, Built, Job, Result, Run
+from edge_client.storage.job_state import JobState
 from edge_client.storage.stored_values import StoredLocalModel, SubmissionReport, SubmissionSequence
-from edge_client.submission.image_features import FoundImages, Workspace
+from edge_client.submission import round_submission
+from edge_client.submission.image_features import FoundImages
 from edge_client.submission.prepared_submission import PreparedSubmission, encode_submission
 from edge_client.submission.round_submission import RoundTraining
 from edge_client.training.local_round import LocalModel, pack, unpack
-from edge_client.training.trainer import Diverged
-from protocol.errors import GraphRefused, Interrupted, StateError
+from edge_client.training.trainer import Diverged, TrainingHooks
+from protocol.errors import GraphRefused, StateError
 from protocol.wire.codec import decode
 from protocol.wire.messages import RoundManifest, Submission, TaskManifest
-from tests.support.devices.device_factory import make_settings, payload_of
+from tests.support.devices.device_factory import make_settings, open_workspace, payload_of
+from tests.support.devices.job_threads import EndedError
 from tests.support.devices.round_factory import (
     COUNTS,
     TASK,
@@ -53,7 +62,8 @@ class Device:
         self.cache = FeatureCache(folder / "features.sqlite")
         self.holdout = holdout
         settings = make_settings(folder)
-        self.rounds = RoundTraining(Workspace(settings, self.store, self.cache, dry_run))
+        self.workspace = open_workspace(settings, self.store, self.cache, dry_run=dry_run)
+        self.rounds = RoundTraining(self.workspace)
         self.steps: list[int] = []
 
     def train(
@@ -62,11 +72,17 @@ class Device:
         opened: RoundManifest,
         *,
         images: Sequence[LabeledImage] | None = None,
-        stop_before: int | None = None,
+        stop_after: int | None = None,
         task: bytes = TASK,
     ) -> PreparedSubmission:
         """Train a round; `steps` has the steps that were taken."""
         self.steps = []
+
+        def on_progress(done: int, _total: int) -> None:
+            self.steps.append(done)
+            if done == stop_after:
+                raise EndedError
+
         found = take_images() if images is None else images
         look_at(self.cache, found)
         return self.rounds.train(
@@ -74,18 +90,33 @@ class Device:
             manifest,
             opened,
             found=FoundImages(tuple(found), (), held_out(found, self.holdout)),
-            on_progress=lambda done, _total: self.steps.append(done),
-            should_stop=lambda: stop_before is not None and len(self.steps) >= stop_before,
+            on_progress=on_progress,
         )
 
-    def interrupt(self, manifest: TaskManifest, opened: RoundManifest, *, stop_before: int = 7) -> None:
-        with pytest.raises(Interrupted):
-            self.train(manifest, opened, stop_before=stop_before)
+    def interrupt(self, manifest: TaskManifest, opened: RoundManifest, *, stop_after: int = 7) -> None:
+        """Kill the job after a step; each step begins with a checkpoint."""
+        hooks = functools.partial(TrainingHooks, checkpoint_s=0.0)
+        with patch.object(round_submission, "TrainingHooks", hooks), pytest.raises(EndedError):
+            self.train(manifest, opened, stop_after=stop_after)
 
     def complete(self, manifest: TaskManifest, opened: RoundManifest) -> UploadItem:
         """Train and store a round."""
         prepared = self.train(manifest, opened)
         return self.rounds.store(TASK, opened, prepared, encoded(prepared, manifest, opened))
+
+    def end_job(self, opened: RoundManifest, prepared: PreparedSubmission, payload: bytes) -> None:
+        """Leave a trained round in a job's folder, and commit it."""
+        folder, store = self.folder / "jobs" / "1", self.store
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        job = SimpleNamespace(
+            items=store.outbox.items(), partition=store.image_groups.read(), now_s=0.0, facts={}, number=1
+        )
+        state = JobState(self.folder, folder, cast("Job", job), Run(bytes(folder)))
+        rounds = RoundTraining(replace(self.workspace, store=cast("DeviceState", state)))
+        left = Built(item=rounds.store(TASK, opened, prepared, payload))
+        blobs, kept = tuple(state.blobs.added), tuple(state.outbox.kept)
+        store.commit(folder, Result(outcome=left, facts=state.changes, kept=kept, blobs=blobs))
 
     def found(self, opened: RoundManifest, *, task: bytes = TASK, above: int = 0) -> UploadItem | None:
         """Return the round's submission if it was built before."""
@@ -148,15 +179,15 @@ def test_a_renumbered_submission_differs_in_its_sequence_only(
 def test_an_interrupted_training_resumes(
     tmp_path: Path, device: Device, manifest: TaskManifest, opened: RoundManifest, caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip
-    """No step is taken twice, and the result equals that of an uninterrupted training."""
+    """From its last checkpoint, and the result equals that of an uninterrupted training."""
     caplog.set_level(logging.INFO)
     other = Device(tmp_path / "other")
     whole = model_of(other.train(make_task(other.store.blobs), open_round(other.store.blobs)))
     device.interrupt(manifest, opened)
     again = Device(tmp_path)
     model = model_of(again.train(manifest, opened))
-    assert again.steps == [8, 9, 10]
-    assert "training resumed step=7" in caplog.text
+    assert again.steps == [7, 8, 9, 10]
+    assert "training resumed step=6" in caplog.text
     assert pack(model) == pack(whole)
 
 
@@ -189,7 +220,7 @@ def test_training_restarts_after_a_damaged_checkpoint(
 ) -> None:  # fmt: skip
     """It is logged, and costs only the steps."""
     device.interrupt(manifest, opened)
-    file = device.folder / "training.checkpoint"
+    (file,) = (device.folder / CHECKPOINTS).iterdir()
     file.write_bytes(damage(file.read_bytes()))
     device.train(manifest, opened)
     assert len(device.steps) == 2 * STEPS_PER_EPOCH
@@ -197,13 +228,13 @@ def test_training_restarts_after_a_damaged_checkpoint(
 
 
 def test_a_dry_run_writes_nothing(device: Device, manifest: TaskManifest, opened: RoundManifest) -> None:
-    """Complete or interrupted; it also trains a round that was uploaded."""
+    """Complete or killed; it also trains a round that was uploaded."""
     device.complete(manifest, opened)
     dry = Device(device.folder, dry_run=True)
     before = dry.on_disk()
     assert dry.found(opened) is None
     assert len(dry.train(manifest, opened).counts) == 3
-    dry.interrupt(manifest, opened, stop_before=3)
+    dry.interrupt(manifest, opened, stop_after=3)
     assert dry.on_disk() == before
 
 
@@ -255,19 +286,19 @@ def test_submission_and_local_model_are_stored_together(device: Device, manifest
     outcomes = set()
     for number, room in enumerate([*range(0, 3_000, 150), 10**8]):
         opened = open_round(device.store.blobs, number=number)
-        device.interrupt(manifest, opened, stop_before=5)
+        device.interrupt(manifest, opened, stop_after=5)
         prepared = device.train(manifest, opened)
         payload = encoded(prepared, manifest, opened)
         before = (device.store.get(StoredLocalModel), device.store.outbox.items())
         try:
             with full_disk(after_bytes=room):
-                device.rounds.store(TASK, opened, prepared, payload)
+                device.end_job(opened, prepared, payload)
         except StateError:
             assert (device.store.get(StoredLocalModel), device.store.outbox.items()) == before
-            assert (device.folder / "training.checkpoint").exists()
+            assert (device.folder / CHECKPOINTS).exists()
             assert Device(device.folder).found(opened) is None
             outcomes.add("neither")
-            device.rounds.store(TASK, opened, prepared, payload)
+            device.end_job(opened, prepared, payload)
         else:
             outcomes.add("both")
         again = Device(device.folder)
@@ -276,7 +307,7 @@ def test_submission_and_local_model_are_stored_together(device: Device, manifest
         assert payload_of(again.store, item) == payload
         assert model is not None
         assert same_bits(model.state, model_of(prepared).state)
-        assert not (device.folder / "training.checkpoint").exists()
+        assert not (device.folder / CHECKPOINTS).exists()
     assert outcomes == {"both", "neither"}
 
 

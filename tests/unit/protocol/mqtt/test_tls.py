@@ -107,7 +107,7 @@ def test_websocket_over_tls(address: BrokerAddress, made: Certificates) -> None:
 @pytest.mark.parametrize(
     ("name", "ago_days", "said"),
     [
-        ("", 0, "it (probably )?requires a certificate: give --cert"),
+        ("", 0, "it (probably )?requires a certificate: give --tls-cert"),
         ("late", 200, "late.crt(: it has expired| as revoked, expired)"),
         ("revoked", 0, "revoked.crt(: it was revoked| as revoked)"),
         ("broker", 0, "broker.crt(: it is not a client certificate| as revoked)"),
@@ -336,7 +336,7 @@ def test_refusal_without_a_cause_names_credentials_and_client_ids() -> None:
 
 
 def test_encrypted_websocket_needs_tls() -> None:
-    with pytest.raises(ConfigError, match="give --tls, or --ca"):
+    with pytest.raises(ConfigError, match="give --tls, or --tls-ca"):
         parse_broker("wss://a")
 
 
@@ -398,7 +398,7 @@ def test_expiring_certificate_is_a_warning(made: Certificates) -> None:
 @needs_mosquitto
 def test_missing_tls_option_is_explained(address: BrokerAddress, made: Certificates) -> None:
     with closed(address, made):
-        assert "if it uses TLS, give --enrollment, --ca or --tls" in refusal(address, BrokerAccess())
+        assert "if it uses TLS, give --enrollment, --tls-ca or --tls" in refusal(address, BrokerAccess())
 
 
 heard: list[BrokerAccess] = []
@@ -426,10 +426,10 @@ def access(*arguments: str | Path, **environment: str) -> BrokerAccess:
 def test_authority_or_certificate_implies_tls() -> None:
     assert access() == BrokerAccess()
     assert access("--tls") == BrokerAccess(tls=True)
-    assert access("--ca", "ca.crt") == BrokerAccess(tls=True, ca=Path("ca.crt"))
-    given = access("--cert", "a.crt", "--key", "a.key")
+    assert access("--tls-ca", "ca.crt") == BrokerAccess(tls=True, ca=Path("ca.crt"))
+    given = access("--tls-cert", "a.crt", "--tls-key", "a.key")
     assert given == BrokerAccess(tls=True, certificate=Path("a.crt"), key=Path("a.key"))
-    assert access(ca="ca.crt", username="shed-1", password="") == BrokerAccess(
+    assert access(tls_ca="ca.crt", username="shed-1", password="") == BrokerAccess(
         tls=True, ca=Path("ca.crt"), username="shed-1", password=""
     )
 
@@ -469,8 +469,8 @@ def test_world_readable_password_file_is_logged(tmp_path: Path, caplog: pytest.L
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--cert", "a.crt"], "--cert and --key require each other"),
-        (["--key", "a.key"], "--cert and --key require each other"),
+        (["--tls-cert", "a.crt"], "--tls-cert and --tls-key require each other"),
+        (["--tls-key", "a.key"], "--tls-cert and --tls-key require each other"),
         (["--password-file", "FILE"], "give --username"),
         (["--username", "a"], "give --password-file, or set PROTOFLEET_PASSWORD"),
     ],

@@ -1,29 +1,40 @@
-"""Worker: builds with unusable images and classes, and jobs that are outdated or interrupted."""
+"""Jobs: builds with unusable images and classes, jobs that are outdated or cancelled, and their processes."""
 
 import errno
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import msgspec
 import pytest
 from click.testing import CliRunner
 from PIL import Image
 
+from edge_client.agent.state import Kind
 from edge_client.cli import cli
 from edge_client.data.decoding import decoded, pixel_digest
 from edge_client.data.extraction import extract
+from edge_client.job import program
+from edge_client.job.program import _Program
+from edge_client.service.jobs import IDLE_S
 from edge_client.storage.feature_cache import FeatureCache
+from edge_client.storage.job_folder import Built, Result
+from edge_client.storage.job_state import JobOutbox
 from edge_client.storage.stored_values import Heads, LeftOut, SubmissionReport
-from edge_client.submission import head_evaluation, head_installer, image_features
-from protocol.errors import UnreadableImage
+from edge_client.submission import builder, head_evaluation, head_installer, image_features
+from edge_client.submission.prepared_submission import encode_submission
+from protocol import children
+from protocol.errors import RuntimeMissing, StateError, UnreadableImage
+from protocol.wire.codec import encode
 from protocol.wire.messages import Evaluation, HeadManifest
-from tests.support.devices.device_bench import BROADCAST_S, CONSTANT, HeadBench, RoundsBench
-from tests.support.devices.device_factory import image_file, make_manifest, noise, tiny, write_images
+from protocol.wire.transfer import frames_of
+from tests.support.devices.device_bench import BROADCAST_S, CONSTANT, DeviceBench, HeadBench, RoundsBench
+from tests.support.devices.device_factory import image_file, make_manifest, noise, write_images
+from tests.support.devices.job_threads import JobThread
+from tests.support.devices.worker_benches import PUBLIC_MAP, private_task
 from tests.support.graphs.backbones import tiny_backbone
 
 RETRIED_S = 3600.0
@@ -151,7 +162,12 @@ def test_an_outdated_build_may_miss_its_blobs(tmp_path: Path, monkeypatch: pytes
     write_images(tmp_path / "data", count=8)
     rounds = RoundsBench(tmp_path)
     opened, following = rounds.open(), rounds.open(1)
-    lost = _lose(rounds, monkeypatch, then=lambda: rounds.deliver(*rounds.signed(following)))
+
+    def open_the_next() -> None:
+        rounds.deliver(*rounds.signed(following))
+        assert JobThread.newest.killed.wait(60)
+
+    lost = _lose(rounds, monkeypatch, then=open_the_next)
     lost.append(opened.tensors.digest)
     rounds.begin(opened)
     assert rounds.status["problem"] == ""
@@ -172,7 +188,6 @@ def _lose(
         if lost:
             rounds.store.blobs.path(lost.pop()).unlink()
             then()
-            time.sleep(0.2)
         return extract(*arguments, **options)
 
     monkeypatch.setattr(image_features, "extract", extract_and_lose)
@@ -202,43 +217,137 @@ def test_only_the_newest_pending_head_is_installed(
     assert installed.version == 3
 
 
-def test_an_interrupted_job_has_no_result(bench: HeadBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that stops in the evaluation: the trial does not count, and the next start installs the head."""
+def test_a_cancelled_job_has_no_result(bench: HeadBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a task that is replaced: its end is no death of the head, which is installed when the task returns."""
     head, chunks = bench.head(1, CONSTANT["cat"]), FeatureCache.chunks
     follower = make_manifest(seed=7)
 
     def replace_task_and_read(cache: FeatureCache, identities: Sequence[str], *backbones: str) -> Any:
         monkeypatch.setattr(FeatureCache, "chunks", chunks)
         bench.deliver(*bench.signed(follower))
-        time.sleep(0.2)
+        assert JobThread.newest.killed.wait(60)
         return chunks(cache, identities, *backbones)
 
     first = bench.manifest
     monkeypatch.setattr(FeatureCache, "chunks", replace_task_and_read)
     installed = bench.install(head)
     assert (installed.report, installed.reason, bench.store.get(Heads)) == (None, "", Heads())
-    assert bench.store.crash_counter.crashes(head.head.digest) == 0
+    assert bench.store.culprits.deaths() == {}
     assert all(item.kind == "submission" for item in bench.store.outbox.items())
     bench.follow(first)
     assert bench.install(head).reason == ""
     assert bench.store.get(Heads).installed is not None
 
 
-def test_a_thread_that_the_worker_has_left_may_run_graphs(bench: HeadBench, tmp_path: Path) -> None:
-    """A device that stops leaves nothing behind that ends the runs of the rest of the program."""
+def test_a_process_runs_one_job_after_the_other_and_ends_after_a_minute(bench: HeadBench) -> None:
+    """So rounds do not pay for a start."""
+    first = JobThread.newest
+    bench.follow(make_manifest(seed=1)).install(bench.head(1, CONSTANT["cat"]))
+    assert JobThread.newest is first
+    bench.wait(IDLE_S)
+    assert first.killed.is_set()
+    bench.follow(make_manifest(seed=2))
+    assert JobThread.newest is not first
+    assert bench.submission() is not None
+
+
+def test_under_differential_privacy_no_process_runs_two_jobs(
+    bench: HeadBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has read an image makes no clean template. That of an earlier task ends before, with its lock."""
+    started: list[JobThread] = []
+
+    def launch(*arguments: Any) -> JobThread:
+        started.append(JobThread(*arguments))
+        return started[-1]
+
+    monkeypatch.setattr(children, "launch", launch)
+    monkeypatch.setattr(JobThread, "isolate", nullcontext)
+    bench.offer(PUBLIC_MAP)
+    bench.follow(make_manifest(**private_task()))
+    assert bench.submission() is not None
+    bench.install(bench.head(1, CONSTANT["cat"]))
+    image_file(bench.settings.data / "cat/new.png")
+    bench.scan()
+    assert len(started) == 3
+    assert all(each.killed.is_set() for each in started)
+
+
+def test_a_head_is_evaluated_beside_a_build_under_differential_privacy(
+    bench: HeadBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of the head's report does not show how long a build takes."""
+    whole, head, reported = encode_submission, bench.head(1, CONSTANT["cat"]), threading.Event()
+    data = bench.withdraw(head.head)
+
+    def encode_slowly(*arguments: Any, **options: Any) -> Any:
+        bench.deliver(*bench.signed(HeadManifest(task=bench.task, current=head)))
+        for frame in frames_of(data, digest=head.head.digest):
+            bench.deliver(bench.topic("blk"), encode(frame))
+        assert reported.wait(30)
+        return whole(*arguments, **options)
+
+    def keep(outbox: JobOutbox, kind: Kind, *arguments: Any, **options: Any) -> Any:
+        if kind == "evaluation":
+            reported.set()
+        return kept(outbox, kind, *arguments, **options)
+
+    kept = JobOutbox.keep
+    monkeypatch.setattr(JobOutbox, "keep", keep)
+    monkeypatch.setattr(builder, "encode_submission", encode_slowly)
+    monkeypatch.setattr(JobThread, "isolate", nullcontext)
+    bench.offer(PUBLIC_MAP)
+    bench.follow(make_manifest(**private_task()))
+    assert {item.kind for item in bench.store.outbox.items()} == {"submission", "evaluation"}
+
+
+def test_missing_libraries_end_the_program_at_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise RuntimeMissing("no ONNX Runtime")
+
+    monkeypatch.setattr(program, "require_runtime", missing)
+    with pytest.raises(RuntimeMissing, match="no ONNX Runtime"):
+        DeviceBench(tmp_path).start()
+
+
+def test_folders_of_jobs_are_never_adopted(bench: HeadBench) -> None:
+    """One that was not committed may hold a release."""
+    before = bench.submission()
     bench.stop()
-    backbone = tiny(tmp_path)
-    errors: list[BaseException] = []
+    left = bench.state / "jobs/7"
+    left.mkdir()
+    (left / "result.json").write_text("{}")
+    bench.start()
+    assert not left.exists()
+    assert bench.submission() == before
 
-    def run() -> None:
-        try:
-            backbone.features(np.zeros((1, 8, 8, 3), np.uint8))
-        except BaseException as error:
-            errors.append(error)
 
-    threads = [threading.Thread(target=run) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+def _leave_a_secret(*_: object) -> Result:
+    return Result(outcome=Built(item=None), facts={"Secret": msgspec.Raw(b'{"key":""}')})
+
+
+def _send_junk(program: _Program, *_: object) -> dict[str, int]:
+    program._service._pipe.send_bytes(b"junk")  # noqa: SLF001 - of a hostile job
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("leave", "problem"),
+    [
+        (_leave_a_secret, "unexpected facts in the result of a job"),
+        (lambda *_: {"outcome": 1}, "malformed result of a job"),
+        (_send_junk, "malformed message of a job"),
+    ],
+    ids=["a fact", "a result", "a message"],
+)
+def test_what_a_job_may_not_leave_ends_the_program(
+    bench: HeadBench, monkeypatch: pytest.MonkeyPatch, leave: Callable[..., Any], problem: str
+) -> None:
+    """The state stays as it is: a job has run foreign code."""
+    secret, items = bench.store.secret(), bench.store.outbox.items()
+    monkeypatch.setattr(_Program, "_result", leave)
+    with pytest.raises(StateError, match=problem):
+        bench.follow(make_manifest(seed=1))
+    assert (bench.store.secret(), bench.store.outbox.items()) == (secret, items)
