@@ -175,8 +175,8 @@ class Jobs:
         self._suspects: set[bytes] = set()
         self._lost: Counter[bytes] = Counter()
         self._manifest: TaskManifest | None = None
-        self._identities: tuple[str, ...] | None = None
-        """Images of the last build."""
+        self._identities: str | None = None
+        """Images of the last build, joined: many small strings would keep the memory around them, too."""
         self._missing_since_s: dict[str, float] = {}
         """When scans began to miss images of the last build (monotonic)."""
         self._scanner = ImageScanner(settings.data)
@@ -273,6 +273,7 @@ class Jobs:
             job = wanted if isinstance(wanted, Wanted) else None
             manifest = wanted.manifest if isinstance(wanted, Wanted) else wanted
             self._emit(Scanned(job, self._scanner.scan(manifest.classes)))
+            del wanted, job  # they hold the scan from now on
 
     def _scanned(self, scanned: Scanned) -> events.ImagesChanged | None:
         self._open_scans -= 1
@@ -289,16 +290,17 @@ class Jobs:
 
     def _changed(self, scan: Scan) -> events.ImagesChanged | None:
         if self._identities is None:  # no build yet
-            self._identities = scan.identities
-        now_s, missing = time.monotonic(), scan.missing(self._identities)
+            self._identities = "\0".join(scan.identities)
+        identities = frozenset(filter(None, self._identities.split("\0")))
+        now_s, missing = time.monotonic(), scan.missing(identities)
         self._missing_since_s = {each: self._missing_since_s.get(each, now_s) for each in missing}
         # A file that a program replaces is missing for a moment. Each of two submissions would cost privacy.
         is_gone = any(
             now_s - since_s >= self._settings.rescan_s / 2 for since_s in self._missing_since_s.values()
         )
-        if not is_gone and frozenset(scan.identities) <= frozenset(self._identities):
+        if not is_gone and identities.issuperset(scan.identities):
             return None
-        self._identities = scan.identities
+        self._identities = "\0".join(scan.identities)
         event(log, logging.INFO, "images changed", folder=self._settings.data)
         return events.ImagesChanged()
 
@@ -349,7 +351,7 @@ class Jobs:
             (folder / IMAGES_FILE).write_bytes(msgspec.json.encode(_listed(scan)))
         self._write_last_submission(wanted, folder)
         if wanted.name == "build":
-            self._manifest, self._identities = wanted.manifest, scan.identities
+            self._manifest, self._identities = wanted.manifest, "\0".join(scan.identities)
         runner.job, runner.number, runner.is_new, runner.at, runner.lines = (
             wanted,
             self._number,
