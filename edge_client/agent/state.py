@@ -23,7 +23,7 @@ from protocol.wire.transfer import Ranges
 Kind = Literal["submission", "evaluation"]
 
 Job = Literal["build", "install"]
-"""The worker's jobs."""
+"""The jobs of child processes."""
 
 Work = Literal["download"] | Job
 """Work that may lack space on the disk."""
