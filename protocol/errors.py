@@ -12,13 +12,6 @@ class ProtofleetError(Exception):
     """An expected failure, shown as one line."""
 
 
-class Interrupted(Exception):
-    """The job was cancelled; what was computed is stored.
-
-    It is no ProtofleetError, so that it is never stored or uploaded as a failure.
-    """
-
-
 class ConfigError(ProtofleetError):
     """A setting, task file or image folder that cannot be used."""
 

@@ -58,7 +58,7 @@ def _write(logger: logging.Logger, level: int, message: str, fields: Mapping[str
     logger.log(level, "%s", " ".join([message, *pairs]), stacklevel=3, extra=extra)
 
 
-def fields_of(record: logging.LogRecord) -> tuple[str, dict[str, object] | None]:
+def fields_of(record: logging.LogRecord) -> tuple[str, dict[str, str | float] | None]:
     """Return the message of a record, and the fields if it is an event."""
     message, fields = getattr(record, _EVENT, None) or (record.getMessage(), None)
     return message, None if fields is None else {name: _value(value) for name, value in fields.items()}
@@ -73,7 +73,7 @@ class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return a record in ASCII."""
         message, fields = fields_of(record)
-        line = {
+        line: dict[str, str | float] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
@@ -85,7 +85,7 @@ class JsonLines(logging.Formatter):
         return json.dumps(line)
 
 
-def _value(value: object) -> object:
+def _value(value: object) -> str | float:
     if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     return value.hex() if isinstance(value, bytes) else str(value)

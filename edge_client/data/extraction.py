@@ -23,10 +23,9 @@ from edge_client.data.decoding import decode, decoded, decoding_threads, has_oth
 from edge_client.data.decoding_memory import limit_bytes
 from edge_client.data.images import LabeledImage
 from edge_client.runtime.backbone import Backbone
-from edge_client.runtime.session import release_memory
 from edge_client.storage.culprits import Culprits
 from edge_client.storage.feature_cache import FeatureCache
-from protocol.errors import Interrupted, PrivacyRefused, ProtofleetError, StateError, UnreadableImage
+from protocol.errors import PrivacyRefused, ProtofleetError, StateError, UnreadableImage
 from protocol.log import event
 from protocol.models.preprocessing import Preprocessing, preprocess
 
@@ -88,7 +87,6 @@ def extract(  # noqa: PLR0913 - features depend on eight things
     open_backbone: Callable[[str], Backbone],
     batch_size: int,
     on_progress: Callable[[int, int], None],
-    should_stop: Callable[[], bool],
     culprits: Culprits | None = None,
     alter: tuple[str, Alter] | None = None,
     isolate: Isolate | None = None,
@@ -101,20 +99,19 @@ def extract(  # noqa: PLR0913 - features depend on eight things
     unusable for one backbone is skipped for those after it. `culprits` are told which images are decoded, and when
     features are on disk; images at which jobs ended are tried again with more memory only.
 
-    `open_backbone` is called with a backbone's digest only if there is something to compute, and `should_stop` before
-    every run. `on_progress(cached, computed)` is called for each backbone with the images that need no computation,
-    then after each batch with its images.
+    `open_backbone` is called with a backbone's digest only if there is something to compute.
+    `on_progress(cached, computed)` is called for each backbone with the images that need no computation, then after
+    each batch with its images.
     `alter` is a change to the images, and the tag of the changed images' features in the cache.
     With `isolate`, backbones run as it gives them, and where one fails, the image is unusable: no image influences
     another one's features, nor whether they exist.
 
     Raises:
-        Interrupted: `should_stop` returned true.
         StateError: the features cannot be stored; DiskAlmostFull if there is too little space for all of them.
         ProtofleetError: the backbone fails, without `isolate`.
     """
     culprits = culprits or Culprits()
-    _forget_changed(images, cache, should_stop)
+    _forget_changed(images, cache)
     tag, change = alter or (ISOLATED if isolate else "", None)
     refused, known, digests = _crashed(images, culprits), cache.contents(), _Digests()
     computed = cached = 0
@@ -135,7 +132,6 @@ def extract(  # noqa: PLR0913 - features depend on eight things
                 _named(todo, culprits, batch_size),
                 [backbone],
                 batch_size=batch_size,
-                should_stop=should_stop,
                 alter=change,
                 isolated=isolate is not None,
                 digests=digests,
@@ -153,19 +149,13 @@ def extract(  # noqa: PLR0913 - features depend on eight things
                 may_pass |= any(passing)
                 if not all(passing):
                     culprits.stored()
-        release_memory()
     return Extraction(computed, cached, refused=tuple(sorted(refused.items())), may_pass=may_pass)
 
 
-def decode_suspects(
-    images: Sequence[LabeledImage], culprits: Culprits, should_stop: Callable[[], bool]
-) -> None:
+def decode_suspects(images: Sequence[LabeledImage], culprits: Culprits) -> None:
     """Decode, one at a time, the images that an extraction was decoding when its job ended.
 
     An image at which a job ends again is left out by `extract`, until its file changes or there is more memory.
-
-    Raises:
-        Interrupted: `should_stop` returned true.
     """
     suspects = [image for image in images if _key(image) in culprits.suspects]
     if not suspects:
@@ -175,8 +165,6 @@ def decode_suspects(
     crashed = _crashed(suspects, culprits)
     for image in suspects:
         if image.path not in crashed:
-            if should_stop():
-                raise Interrupted("decoding was interrupted")
             culprits.decoding([image.identity], limit_bytes())
             _decoded(image, [Preprocessing(height=224, width=224)], None, {})
         culprits.decoded(image.identity)
@@ -187,9 +175,7 @@ def _key(image: LabeledImage) -> bytes:
     return image.identity.encode(errors="surrogateescape")
 
 
-def _forget_changed(
-    images: Sequence[LabeledImage], cache: FeatureCache, should_stop: Callable[[], bool]
-) -> None:
+def _forget_changed(images: Sequence[LabeledImage], cache: FeatureCache) -> None:
     """Delete the features of images whose pixels are others in this version of the preprocessing, by their headers.
 
     Their digests go with them: the image counts as changed, and its difference to the earlier one is not uploaded.
@@ -198,8 +184,6 @@ def _forget_changed(
         return
     found = [image for image in images if image.identity in earlier]
     for start in range(0, len(found), _HEADERS):
-        if should_stop():
-            raise Interrupted("the comparison of images with an earlier version was interrupted")
         cache.renew({each.identity: has_other_pixels(each.path) for each in found[start : start + _HEADERS]})
 
 
@@ -254,7 +238,6 @@ def feature_batches(
     backbones: Sequence[Backbone],
     *,
     batch_size: int,
-    should_stop: Callable[[], bool] = lambda: False,
     alter: Alter | None = None,
     isolated: bool = False,
     digests: _Digests | None = None,
@@ -266,7 +249,6 @@ def feature_batches(
     is decoded.
 
     Raises:
-        Interrupted: `should_stop`, called before every run, returned true.
         ProtofleetError: a backbone fails, and not `isolated`.
     """
     compute = _compute_each if isolated else _compute
@@ -285,8 +267,6 @@ def feature_batches(
                     waiting.append((image, pool.submit(_decoded, image, specs, alter, digests)))
                 if not waiting:
                     return
-                if should_stop():
-                    raise Interrupted("extraction was interrupted; what was computed is stored")
                 batch = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
                 loaded = [(image, loading.result()) for image, loading in batch]
                 yield compute(backbones, loaded)

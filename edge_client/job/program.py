@@ -6,7 +6,7 @@ import os
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -61,7 +61,10 @@ from protocol.storage.folder_lock import FolderLock
 from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_MANIFEST_BYTES, RoundManifest, TaskManifest
 
-Message = TypeVar("Message")
+if TYPE_CHECKING:
+    from edge_client.storage.device_state import DeviceState
+
+Manifest = TypeVar("Manifest", TaskManifest, RoundManifest)
 
 LOCK_WAIT_S = 600.0
 """How long a job waits for one of an earlier service that is still ending."""
@@ -187,11 +190,11 @@ class _Program:
                 runner = builder = SubmissionBuilder(workspace, rounds)
                 opened = _decoded(job.round, RoundManifest) if job.round else None
                 build = BuildSubmission(job.task, manifest, opened, above=job.above)
-                result = Result(outcome=builder.build(build, _never), shown=builder.shown)
+                result = Result(outcome=builder.build(build), shown=builder.shown)
             else:
                 runner = installer = HeadInstaller(workspace, rounds)
                 install = InstallHead(job.task, manifest, job.head, job.as_canary)
-                result = Result(outcome=installer.install(install, _never))
+                result = Result(outcome=installer.install(install))
         except StateError as error:
             return Result(outcome=_problem(error))
         return replace(
@@ -217,7 +220,7 @@ class _Program:
         scan = _scan(listed)
         workspace = Workspace(
             settings,
-            state,
+            cast("DeviceState", state),
             cache,
             find=lambda _: scan,
             dry_run=job.is_dry_run,
@@ -245,11 +248,7 @@ def _granted(workspace: Workspace, granted: Grant) -> Grant:
     return granted
 
 
-def _never() -> bool:
-    return False
-
-
-def _decoded(data: bytes, kind: type[Message]) -> Message:
+def _decoded(data: bytes, kind: type[Manifest]) -> Manifest:
     return decode(data, kind, max_bytes=MAX_MANIFEST_BYTES)
 
 

@@ -56,14 +56,13 @@ class IsolatedSession:
         try:
             here, there = Pipe()
             with there:
-                # A new session, so that Ctrl-C does not reach it, and all of its processes can be ended together.
+                # In the group of the job that starts it, with which it is killed.
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-m", __name__, str(there.fileno())],
                     pass_fds=(there.fileno(),),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    start_new_session=True,
                 )
             self._connection = here
             here.send(self._file)
@@ -111,8 +110,7 @@ class IsolatedSession:
         if connection is not None:
             connection.close()
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             process.wait()
 
 

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,17 +22,12 @@ GRACE_S = 60.0
 """How long a run may go on after its time limit, in an operator that cannot be interrupted, before the program ends."""
 
 
-_CANCELLED: ContextVar[threading.Event | None] = ContextVar("cancelled", default=None)
-"""Cancels the runs of the current thread when it is set."""
-
-
 @dataclass(eq=False)
 class _Run:
-    """A run's ONNX Runtime options, its time limit, a time of the monotonic clock, and the event that cancels it."""
+    """A run's ONNX Runtime options, and its time limit, a time of the monotonic clock."""
 
     options: Any
     until_s: float
-    cancelled: threading.Event | None
 
 
 class _Watchdog(threading.Thread):
@@ -61,8 +55,6 @@ class _Watchdog(threading.Thread):
             with self._changed:
                 self._changed.wait_for(lambda: self._runs)
                 for run in self._runs:
-                    if run.cancelled is not None and run.cancelled.is_set():
-                        run.until_s = min(run.until_s, time.monotonic())
                     late_s = time.monotonic() - run.until_s
                     run.options.terminate = run.options.terminate or late_s >= 0
                     if late_s > GRACE_S:
@@ -71,16 +63,6 @@ class _Watchdog(threading.Thread):
 
 
 _WATCHDOG = _Watchdog()
-
-
-@contextlib.contextmanager
-def cancelled_by(event: threading.Event) -> Iterator[None]:
-    """End the body's runs, which raise GraphRefused, once an event is set: their results are no longer needed."""
-    token = _CANCELLED.set(event)
-    try:
-        yield
-    finally:
-        _CANCELLED.reset(token)
 
 
 def _end_program() -> None:
@@ -97,7 +79,7 @@ def time_limit(limit_s: float) -> Iterator[Any]:
     options = require_runtime().RunOptions()
     # Without it ONNX Runtime's Python code raises and catches an error in each run with bound arrays: 30 us.
     options.add_run_config_entry("gpu_graph_id", "0")
-    run = _Run(options, time.monotonic() + limit_s, _CANCELLED.get())
+    run = _Run(options, time.monotonic() + limit_s)
     _WATCHDOG.watch(run)
     try:
         yield options

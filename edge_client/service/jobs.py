@@ -90,7 +90,7 @@ MAX_LINES = 100
 ShowDryRun = Callable[[Shown], None]
 """Takes what a dry run would upload."""
 
-_READ = (
+_READ: tuple[type[msgspec.Struct], ...] = (
     SubmissionReport,
     TaskSubmissions,
     SubmissionSequence,
@@ -361,7 +361,7 @@ class Jobs:
     def _job(self, wanted: Wanted) -> Job:
         store, settings, action = self._store, self._settings, wanted.action
         above = action.above if isinstance(action, events.BuildSubmission) else 0
-        given = (*map(store.get, _READ), store.heads_in_use())
+        given = (*(store.get(kind) for kind in _READ), store.heads_in_use())
         facts = {type(fact).__name__: msgspec.Raw(msgspec.json.encode(fact)) for fact in given}
         common = Job(
             kind=wanted.name,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Literal
 
 from edge_client.storage.job_folder import At, Decoded, FromJob, Worked
-from protocol.errors import CrashedBefore, Interrupted, ProtofleetError
+from protocol.errors import CrashedBefore, ProtofleetError
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import TaskManifest
 
@@ -55,7 +55,7 @@ class Culprits:
         self._name(At(digest))
         try:
             yield
-        except (ProtofleetError, Interrupted):
+        except ProtofleetError:
             self._name(before)
             raise  # any other error ends the job, and counts
         if deaths:

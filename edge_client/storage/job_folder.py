@@ -165,7 +165,7 @@ class Line(Message, frozen=True):
     logger: str
     level: int
     message: str
-    fields: dict[str, str | int | float | bool | None] | None = None
+    fields: Mapping[str, str | int | float | bool | None] | None = None
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,13 +241,11 @@ class At(Message, frozen=True):
         what: digest of graphs or a head.
         decoding: identities of images.
         memory_bytes: what the job may use.
-        limit_s: the time after which the service kills it.
     """
 
     what: bytes = b""
     decoding: tuple[bytes, ...] = ()
     memory_bytes: int = 0
-    limit_s: float | None = None
 
 
 class Worked(Message, frozen=True):

@@ -83,7 +83,9 @@ class Outbox:
                 database.execute(
                     "DELETE FROM outbox WHERE kind = ? AND size_bytes > ?", (kind, LIMIT_BYTES - size)
                 )
-            row = database.execute("INSERT INTO payloads (bytes) VALUES (zeroblob(?))", (size,)).lastrowid
+            row = (
+                database.execute("INSERT INTO payloads (bytes) VALUES (zeroblob(?))", (size,)).lastrowid or 0
+            )
             with (
                 database.blobopen("payloads", "bytes", row) as blob,
                 io.BytesIO(payload) if isinstance(payload, bytes) else payload.open("rb") as file,

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable
 from functools import partial
 
 from edge_client.agent.events import BuildSubmission
@@ -58,11 +57,10 @@ class SubmissionBuilder:
         self.line: Line | None = None
         """The line to log once the submission is stored."""
 
-    def build(self, build: BuildSubmission, should_stop: Callable[[], bool]) -> Built:
+    def build(self, build: BuildSubmission) -> Built:
         """Build a submission; the result has the item in the outbox, or the reason why there is none.
 
         Raises:
-            Interrupted: `should_stop` returned True.
             StateError: the disk fails.
         """
         workspace, settings = self._workspace, self._workspace.settings
@@ -80,9 +78,9 @@ class SubmissionBuilder:
                 build.manifest
             ):  # decoded after the charge there
                 # Outside `run_task`: the task is not to blame for an image.
-                workspace.decode_suspects(workspace.find_images(build.manifest), should_stop)
+                workspace.decode_suspects(workspace.find_images(build.manifest))
             with workspace.run_task(build.manifest):
-                return self._build(build, should_stop)
+                return self._build(build)
         except StateError:
             raise
         except ProtofleetError as error:
@@ -95,9 +93,9 @@ class SubmissionBuilder:
                 no_images=isinstance(error, NoImages),
             )
 
-    def _build(self, build: BuildSubmission, should_stop: Callable[[], bool]) -> Built:
+    def _build(self, build: BuildSubmission) -> Built:
         try:
-            prepared = self._prepare(build, should_stop)
+            prepared = self._prepare(build)
         except NoPrototype:
             if (last := self._submission_with_block(build)) is None:
                 raise
@@ -129,11 +127,11 @@ class SubmissionBuilder:
             self._workspace.forget_deleted(build.manifest, images)
         return last
 
-    def _prepare(self, build: BuildSubmission, should_stop: Callable[[], bool]) -> PreparedSubmission:
+    def _prepare(self, build: BuildSubmission) -> PreparedSubmission:
         task, manifest = build.task, build.manifest
         if is_private(manifest):
-            return prepare_private(self._workspace, task, manifest, should_stop)
-        found = self._workspace.extract(manifest, should_stop)
+            return prepare_private(self._workspace, task, manifest)
+        found = self._workspace.extract(manifest)
         if build.round is not None:
             with contextlib.closing(
                 self._workspace.progress(f"training, round {build.round.number}")
@@ -144,10 +142,9 @@ class SubmissionBuilder:
                     build.round,
                     found=found,
                     on_progress=progress.update,
-                    should_stop=should_stop,
                 )
         if manifest.statistics is not None:
-            return prepare_statistics(self._workspace, manifest, manifest.statistics, found, should_stop)
+            return prepare_statistics(self._workspace, manifest, manifest.statistics, found)
         return prepare_prototypes(self._workspace, manifest, found)
 
     def _put(self, build: BuildSubmission, prepared: PreparedSubmission) -> UploadItem:
@@ -199,12 +196,12 @@ class SubmissionBuilder:
                 "task": build.task.hex()[:12],
                 "round": None if build.round is None else build.round.number,
                 prepared.form.replace(" ", "_") + "s": len(prepared.counts),
-                "block_images": block and block.images,
-                "directions": block and len(block.rows),
+                "block_images": None if block is None else block.images,
+                "directions": None if block is None else len(block.rows),
                 "images": sum(entry.images for entry in prepared.classes),
                 "loss": prepared.loss,
-                "epsilon": cost and cost.epsilon,
-                "total_epsilon": cost and cost.total_epsilon,
+                "epsilon": None if cost is None else cost.epsilon,
+                "total_epsilon": None if cost is None else cost.total_epsilon,
                 "bytes": len(payload),
             },
         )

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from msgspec import UNSET
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from edge_client.data.class_prior import MAX_VALUES, adjusted, choose, label_shares
 from edge_client.predict.head import Head
 from edge_client.submission.image_features import Workspace, backbone_digests
-from protocol.errors import ConfigError, Interrupted
+from protocol.errors import ConfigError
 from protocol.log import event
 from protocol.statistics.balanced_accuracy import balanced_accuracy
 from protocol.statistics.confidence import confidence_bins, novelty_bins
@@ -29,7 +29,6 @@ def evaluate_head(
     version: int,
     members: Sequence[Sequence[str]],
     labels: Mapping[str, int],
-    should_stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
     """Count correct and incorrect predictions per class on `members`, the held-out images by class.
 
@@ -37,15 +36,12 @@ def evaluate_head(
 
     Raises:
         GraphRefused: the head fails on these images.
-        Interrupted: `should_stop`, called before every run, returned True.
     """
     totals = [len(of_class) for of_class in members]
     has_prior = not head.is_personal and 0 < sum(totals) * len(totals) <= MAX_VALUES
     found: list[NDArray[np.float32]] | None = [] if has_prior else None
     bins = np.zeros((3, CONFIDENCE_BINS), np.int64)
-    answers = count_answers(
-        workspace, head, manifest, members=members, should_stop=should_stop, found=found, bins=bins
-    )
+    answers = count_answers(workspace, head, manifest, members=members, found=found, bins=bins)
     correct = correct_answers(answers)
     incorrect = (total - count for total, count in zip(totals, correct, strict=True))
     has_bins = manifest.program is None and any(totals)
@@ -93,7 +89,6 @@ def count_answers(
     manifest: TaskManifest,
     *,
     members: Sequence[Sequence[str]],
-    should_stop: Callable[[], bool],
     found: list[NDArray[np.float32]] | None = None,
     bins: NDArray[np.int64] | None = None,
 ) -> list[Counter[int]]:
@@ -101,15 +96,9 @@ def count_answers(
 
     The probabilities are appended to `found`, class by class, and predictions counted in `bins`, as by `evaluate`.
     """
-
-    def features(of_class: Sequence[str]) -> Iterator[NDArray[np.float32]]:
-        for chunk in workspace.cache.chunks(of_class, *backbone_digests(manifest)):
-            if should_stop():
-                raise Interrupted("the evaluation was interrupted")
-            yield chunk
-
+    keys = backbone_digests(manifest)
     return [
-        evaluate(head, features(of_class), label=label, found=found, bins=bins)
+        evaluate(head, workspace.cache.chunks(of_class, *keys), label=label, found=found, bins=bins)
         for label, of_class in enumerate(members)
     ]
 

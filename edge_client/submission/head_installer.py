@@ -1,7 +1,7 @@
 """Installs heads: checks them, evaluates them on held-out images, and puts the evaluation into the outbox."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ from edge_client.submission.image_features import FoundImages, Workspace
 from edge_client.submission.round_submission import RoundTraining
 from edge_client.training.local_round import feature_size
 from protocol.cli import plain
-from protocol.errors import ConfigError, CrashedBefore, GraphRefused, Interrupted, ProtofleetError, StateError
+from protocol.errors import ConfigError, CrashedBefore, GraphRefused, ProtofleetError, StateError
 from protocol.log import event
 from protocol.wire.codec import encode
 from protocol.wire.messages import Evaluation
@@ -53,26 +53,23 @@ class HeadInstaller:
         self.line: Line | None = None
         """The line to log once the head is in use."""
 
-    def install(self, install: InstallHead, should_stop: Callable[[], bool]) -> Installed:
+    def install(self, install: InstallHead) -> Installed:
         """Install and evaluate a head; a head that cannot be used is refused with a report.
 
         There is no report if this device cannot run any head of the task: it has no vote on this one.
 
         Raises:
-            Interrupted: `should_stop` returned True.
             StateError: the disk fails, or has lost a file.
         """
         key, has_vote = head_key(install.head), False
         try:
-            candidate = self._prepare(install, should_stop)
+            candidate = self._prepare(install)
             has_vote = True
             with self._graphs(install):
-                return Installed(head=key, report=self._try(install, candidate, should_stop))
+                return Installed(head=key, report=self._try(install, candidate))
         except StateError:
             raise
         except ProtofleetError as error:
-            if should_stop():
-                raise Interrupted("the trial of the head was interrupted") from error
             problem = plain(str(error))
             # A graph of the task that is bound to the head's tensors refuses those.
             has_vote |= isinstance(error, GraphRefused) and not isinstance(error, CrashedBefore)
@@ -92,10 +89,10 @@ class HeadInstaller:
         about = head_key(install.head).hex()
         return self._store.outbox.keep("evaluation", encode(evaluation), task=install.task, about=about)
 
-    def _prepare(self, install: InstallHead, should_stop: Callable[[], bool]) -> _Candidate:
+    def _prepare(self, install: InstallHead) -> _Candidate:
         """Run what a head needs of the task: not a part of its trial, because it is no fault of the head."""
         with self._workspace.run_task(install.manifest, purpose="install"):
-            found = self._find_images(install, should_stop)
+            found = self._find_images(install)
             with self._graphs(install):
                 described = self._describe(install, found)
             installed = self._store.get(Heads).installed
@@ -113,9 +110,7 @@ class HeadInstaller:
         """
         return isolated_models() if self._workspace.is_bounded(install.manifest) else nullcontext()
 
-    def _try(
-        self, install: InstallHead, candidate: _Candidate, should_stop: Callable[[], bool]
-    ) -> UploadItem:
+    def _try(self, install: InstallHead, candidate: _Candidate) -> UploadItem:
         reference, heads, installed = install.head, self._store.heads_in_use(), candidate.described
         # The head in use before this one, also of another task; this one may be in use already.
         before = filter(None, (heads.installed, heads.previous))
@@ -130,7 +125,6 @@ class HeadInstaller:
                 version=reference.version,
                 members=candidate.members,
                 labels=self._store.get(SubmissionReport).labels,
-                should_stop=should_stop,
             )
             correct = sum(evaluation.correct)
             total = correct + sum(evaluation.incorrect)
@@ -146,7 +140,7 @@ class HeadInstaller:
                 known=len(head.known_classes),
             )
         if previous is not None and previous.task == install.task:
-            previous_correct = self._evaluate_previous(install, previous, candidate, should_stop)
+            previous_correct = self._evaluate_previous(install, previous, candidate)
             evaluation = msgspec.structs.replace(evaluation, previous_correct=previous_correct)
         report = self._store.outbox.keep(
             "evaluation",
@@ -175,7 +169,6 @@ class HeadInstaller:
         install: InstallHead,
         previous: InstalledHead,
         candidate: _Candidate,
-        should_stop: Callable[[], bool],
     ) -> tuple[int, ...]:
         """Return the correct predictions of the previous head per class; none if it has ended the program once.
 
@@ -189,12 +182,9 @@ class HeadInstaller:
                     head,
                     install.manifest,
                     members=candidate.members,
-                    should_stop=should_stop,
                 )
                 return correct_answers(answers)
         except ProtofleetError as error:
-            if should_stop():
-                raise Interrupted("the comparison with the previous head was interrupted") from error
             event(log, logging.WARNING, "no comparison with the previous head", error=error)
             return ()
 
@@ -230,12 +220,12 @@ class HeadInstaller:
             return previous.local_model
         return self._rounds.local_model_digest(install.task)
 
-    def _find_images(self, install: InstallHead, should_stop: Callable[[], bool]) -> FoundImages:
+    def _find_images(self, install: InstallHead) -> FoundImages:
         """Return the images that a round's head is fitted to on a device that trained in no round, or none."""
         is_bounded = self._workspace.is_bounded(install.manifest)
         if install.head.tensors is not None and not is_bounded and not self._local_model(install):
             try:
-                return self._workspace.extract(install.manifest, should_stop)
+                return self._workspace.extract(install.manifest)
             except ConfigError as error:
                 event(log, logging.WARNING, "no image to fit the head to", error=error)
         return FoundImages((), ())

@@ -28,7 +28,7 @@ from edge_client.storage.job_folder import Charge, Doing, Grant
 from edge_client.storage.stored_values import BackboneProvider, LeftOut
 from edge_client.submission.job_progress import ExtractionCounter, JobProgress
 from protocol.cli import plain
-from protocol.errors import BackboneMismatch, ConfigError, Interrupted, PrivacyFailed
+from protocol.errors import BackboneMismatch, ConfigError, PrivacyFailed
 from protocol.log import event
 from protocol.models.preprocessing import Preprocessing
 from protocol.wire.messages import BlobRef, TaskManifest
@@ -99,9 +99,9 @@ class Workspace:
         with self.culprits.running(key, what=what, max_deaths=max_deaths):
             yield
 
-    def decode_suspects(self, images: Sequence[LabeledImage], should_stop: Callable[[], bool]) -> None:
+    def decode_suspects(self, images: Sequence[LabeledImage]) -> None:
         """Decode images singly at one of which a job may have ended."""
-        decode_suspects(images, self.culprits, should_stop)
+        decode_suspects(images, self.culprits)
 
     def is_bounded(self, manifest: TaskManifest) -> bool:
         """Return whether messages about a task must not reveal images."""
@@ -156,7 +156,6 @@ class Workspace:
     def extract(
         self,
         manifest: TaskManifest,
-        should_stop: Callable[[], bool],
         images: tuple[LabeledImage, ...] | None = None,
     ) -> FoundImages:
         """Put the features of all images, or of those that were found before, into the cache.
@@ -168,7 +167,6 @@ class Workspace:
         Raises:
             NoImages: there are none, and the task is not private.
             ConfigError: as in `find_images`.
-            Interrupted: `should_stop` returned True.
             PrivacyRefused: the task perturbs images, and there is no secret.
             BlobLost: a backbone was damaged on disk.
         """
@@ -183,13 +181,11 @@ class Workspace:
             )
         self.forget_deleted(manifest, images)
         kept = self._held_out(manifest, images)
-        unusable = self._compute(manifest, opened, images, kept, alter, should_stop)
+        unusable = self._compute(manifest, opened, images, kept, alter)
         if (now := self._held_out(manifest, images)) != kept:  # a new file shows an image that is in a group
             kept = now
             if alter is not None:
-                unusable = self._compute(manifest, opened, images, kept, alter, should_stop)
-        if should_stop():  # a run that was ended for it may have passed for an image's failure
-            raise Interrupted("extraction was interrupted; what was computed is stored")
+                unusable = self._compute(manifest, opened, images, kept, alter)
         useless = {path for path, _ in unusable}
         named = tuple((plain(str(path)), plain(reason)) for path, reason in sorted(unusable))
         self._note(LeftOut(self.scan.unknown, self.scan.skipped, named))
@@ -216,7 +212,6 @@ class Workspace:
         images: Sequence[LabeledImage],
         kept: frozenset[str],
         alter: tuple[str, Alter] | None,
-        should_stop: Callable[[], bool],
     ) -> list[tuple[Path, str]]:
         """Put features into the cache, of altered images unless they are kept; return unusable images with reasons."""
         blobs = {blob.digest.hex(): blob for blob in manifest.backbones}
@@ -239,7 +234,6 @@ class Workspace:
                     batch_size=self.settings.batch_size,
                     on_progress=reporter.advance,
                     culprits=self.culprits,
-                    should_stop=should_stop,
                     alter=alter if is_altered else None,
                     isolate=self.isolate if is_private(manifest) else None,
                 )

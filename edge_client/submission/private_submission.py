@@ -7,7 +7,7 @@ then charged once and made twice.
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -29,7 +29,7 @@ from edge_client.submission.image_features import (
     training_feature_keys,
 )
 from edge_client.submission.prepared_submission import PreparedSubmission
-from protocol.errors import GraphRefused, Interrupted, PrivacyFailed, PrivacyRefused
+from protocol.errors import GraphRefused, PrivacyFailed, PrivacyRefused
 from protocol.log import event
 from protocol.statistics.noisy_sums import UNITS, share_of_noise
 from protocol.statistics.public_map import PublicMap, read_map
@@ -40,9 +40,7 @@ from protocol.wire.messages import MAX_IMAGES, Privacy, Submission, TaskManifest
 log = logging.getLogger(__name__)
 
 
-def prepare_private(
-    workspace: Workspace, task: bytes, manifest: TaskManifest, should_stop: Callable[[], bool]
-) -> PreparedSubmission:
+def prepare_private(workspace: Workspace, task: bytes, manifest: TaskManifest) -> PreparedSubmission:
     """Return noisy sums of all images; the same images give the same release again.
 
     Images of equal pixels are one image, in the first of its classes. The release is charged before a backbone runs on
@@ -56,15 +54,14 @@ def prepare_private(
         GraphRefused: the public map cannot be used; no image was read.
         PrivacyRefused: the budget is exceeded, the submission was masked before, or any step failed; the text reveals
             nothing about images.
-        Interrupted: the work is out of date.
         DiskAlmostFull: there is too little space; the release stays charged, and is the same once there is.
     """
     backbones, images = workspace.backbones(manifest), workspace.find_images(manifest)
     try:
         size = sum(each.metadata.feature_size for each in backbones)
         public = _public_map(workspace, manifest, feature_size=size)
-        return _prepare(workspace, task, manifest, images, public=public, should_stop=should_stop)
-    except (GraphRefused, PrivacyRefused, Interrupted, DiskAlmostFull):
+        return _prepare(workspace, task, manifest, images, public=public)
+    except (GraphRefused, PrivacyRefused, DiskAlmostFull):
         raise
     except Exception as error:
         event(log, logging.ERROR, "differential privacy failed", error=f"{type(error).__name__}: {error}")
@@ -89,7 +86,6 @@ def _prepare(
     images: tuple[LabeledImage, ...],
     *,
     public: PublicMap,
-    should_stop: Callable[[], bool],
 ) -> PreparedSubmission:
     wanted, operator, charge = manifest.differential_privacy, manifest.second_operator, workspace.charge
     if wanted is None or charge is None:
@@ -98,10 +94,10 @@ def _prepare(
     labels = digest_of(",".join(str(image.label) for image in images).encode())
     listed = Charge(labels, digest_of(_digest_of_names(images)))
     release = charge(listed).release
-    workspace.decode_suspects(images, should_stop)
+    workspace.decode_suspects(images)
     if release.content is None and not workspace.dry_run:
         workspace.cache.forget_unusable(*training_feature_keys(manifest))
-    found = workspace.extract(manifest, should_stop, images)
+    found = workspace.extract(manifest, images)
     members = [list(by_key.values()) for by_key in DistinctImages(workspace, manifest, found).by_label()]
     content, rows = hashlib.sha256(), []
     for of_class in members:  # the features of all classes are not in memory at once

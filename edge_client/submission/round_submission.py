@@ -60,14 +60,12 @@ class RoundTraining:
         *,
         found: FoundImages,
         on_progress: Callable[[int, int], None],
-        should_stop: Callable[[], bool],
     ) -> PreparedSubmission:
         """Train on the images of whole groups; an interrupted training continues at its checkpoint.
 
         Raises:
             GraphRefused: a graph or the round's tensors cannot be used.
             Diverged: the training reached NaN or infinity; the local model is unchanged.
-            Interrupted: `should_stop` returned True.
             NoPrototype: no class has enough images.
         """
         released = group_images(self._workspace, manifest, found).classes
@@ -79,7 +77,7 @@ class RoundTraining:
         images_digest = digest_of(names.encode(errors="surrogateescape")).hex()
         about = (task.hex(), round_manifest.number, round_manifest.tensors.digest.hex(), images_digest)
 
-        file = self._store.folder / CHECKPOINTS / digest_of(encode(about)).hex()
+        file = self._store.folder / CHECKPOINTS / digest_of(msgspec.json.encode(about)).hex()
 
         def on_checkpoint(checkpoint: Checkpoint) -> None:
             if not self._workspace.dry_run:
@@ -96,9 +94,7 @@ class RoundTraining:
             resumed=_checkpoint(file, about),
             blobs=self._store.blobs,
             device_id=self._workspace.settings.device_id,
-            hooks=TrainingHooks(
-                on_checkpoint=on_checkpoint, should_stop=should_stop, on_progress=on_progress
-            ),
+            hooks=TrainingHooks(on_checkpoint=on_checkpoint, on_progress=on_progress),
         )
         values = result.prototypes.astype(np.float32)
         secret = self._workspace.secret(manifest) if manifest.perturbation else b""

@@ -1,7 +1,7 @@
 """Submissions of statistics: sums of the images' mapped features, or of groups of images (ADR 0029)."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from edge_client.submission.image_features import FoundImages, Workspace, traini
 from edge_client.submission.image_grouping import ReleasedImages, group_images
 from edge_client.submission.prepared_submission import PreparedSubmission, class_reports
 from edge_client.training.trainer import project
-from protocol.errors import GraphRefused, Interrupted
+from protocol.errors import GraphRefused
 from protocol.log import event
 from protocol.statistics import second_moment
 from protocol.statistics.row_sums import RowSums
@@ -26,7 +26,6 @@ def prepare_statistics(
     task: TaskManifest,
     wanted: Statistics,
     found: FoundImages,
-    should_stop: Callable[[], bool],
 ) -> PreparedSubmission:
     """Return class sums and second moment of the mapped features, or rows if the task averages groups of images.
 
@@ -36,11 +35,10 @@ def prepare_statistics(
         NoPrototype: no class has enough images.
         GraphRefused: the map cannot be used, or its values are no integers in range.
         Diverged: the map gives NaN or infinity.
-        Interrupted: `should_stop` returned True.
     """
     released = group_images(workspace, task, found).classes
     images = sum(len(each.images) for each in released)
-    mapped = _MappedFeatures(workspace, task, wanted, should_stop, images=images)
+    mapped = _MappedFeatures(workspace, task, wanted, images=images)
     try:
         if max(task.batch_size, task.min_images) > 1:
             return _groups(task, found, released, mapped)
@@ -57,13 +55,12 @@ class _MappedFeatures:
         workspace: Workspace,
         task: TaskManifest,
         wanted: Statistics,
-        should_stop: Callable[[], bool],
         *,
         images: int,
     ) -> None:
         self.size = wanted.size
         self.progress = workspace.progress("summing features")
-        self._workspace, self._keys, self._should_stop = workspace, training_feature_keys(task), should_stop
+        self._workspace, self._keys = workspace, training_feature_keys(task)
         self._done, self._images = 0, images
         self._graph = _open_map(workspace, task, wanted)
 
@@ -71,8 +68,6 @@ class _MappedFeatures:
         """Yield the rows of one class's images, int8 (any, D)."""
         identities = [image.identity for image in released.images]
         for features in self._workspace.cache.chunks(identities, *self._keys):
-            if self._should_stop():
-                raise Interrupted("the sums were interrupted; they start again")
             yield to_rows(project(self._graph, features, state={}, tensors={}))
             self._done += len(features)
             self.progress.update(self._done, self._images)

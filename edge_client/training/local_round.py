@@ -104,7 +104,6 @@ def train_round(
     Raises:
         GraphRefused: a graph or the round's tensors cannot be used.
         Diverged: the training led to NaN or infinity.
-        Interrupted: `should_stop` returned true.
     """
     program = _program(manifest)
     tensors = read_tensors(blobs, opened.tensors)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from edge_client.runtime.onnx_model import Tensors, fit
 from edge_client.runtime.program_graph import FREE, Graph
-from protocol.errors import GraphRefused, Interrupted, ProtofleetError
+from protocol.errors import GraphRefused, ProtofleetError
 from protocol.models.slots import Slot
 
 CHUNK_ROWS = 64
@@ -73,8 +73,6 @@ class TrainingHooks:
 
     on_checkpoint: Callable[[Checkpoint], None]
     """Stores a checkpoint; later steps overwrite its arrays."""
-    should_stop: Callable[[], bool]
-    """Called before every step."""
     on_progress: Callable[[int, int], None]
     """Called with the steps done and in total."""
     checkpoint_s: float = 30.0
@@ -120,7 +118,6 @@ def train(
 
     Raises:
         Diverged: the loss or the state is not finite.
-        Interrupted: `should_stop` returned true; a checkpoint was stored.
         GraphRefused: the graph fails, or does not fit the state and the tensors.
     """
     slot = Slot(np.dtype(np.float32), (None, step.metadata.feature_size))
@@ -132,12 +129,9 @@ def train(
     total = schedule.epochs * per_epoch
     loss_sum, due_s = start.loss_sum, hooks.clock() + hooks.checkpoint_s
     for done, rows in enumerate(_batches(len(feature), schedule, done=start.steps), start.steps):
-        stop = hooks.should_stop()
-        if stop or hooks.clock() >= due_s:
+        if hooks.clock() >= due_s:
             hooks.on_checkpoint(Checkpoint(stepper.state(), done, loss_sum))
             due_s = hooks.clock() + hooks.checkpoint_s
-        if stop:
-            raise Interrupted("training was interrupted; it will continue from its checkpoint")
         loss = stepper.take(feature, labels, rows)
         if not np.isfinite(loss):
             raise Diverged(f"the loss is {loss} after {done + 1} steps of {total}")

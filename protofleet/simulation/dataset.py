@@ -200,7 +200,6 @@ def _extract(
         open_backbone=opened.__getitem__,
         batch_size=BATCH_SIZE,
         on_progress=advance,
-        should_stop=lambda: False,
     )
     refused = dict(made.refused)
     return [image for image in images if image.path not in refused], refused

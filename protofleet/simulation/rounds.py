@@ -30,9 +30,7 @@ from protofleet.simulation.engine import LOCAL, Engine
 from protofleet.simulation.fleet import Client
 from protofleet.submissions import decoded, task_manifest
 
-HOOKS = TrainingHooks(
-    on_checkpoint=lambda _: None, should_stop=lambda: False, on_progress=lambda _done, _total: None
-)
+HOOKS = TrainingHooks(on_checkpoint=lambda _: None, on_progress=lambda _done, _total: None)
 
 
 Falsify = Callable[[int, Prototypes], Prototypes]

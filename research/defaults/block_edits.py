@@ -17,6 +17,7 @@ from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from edge_client.agent.state import Mode
 from edge_client.config import Settings
+from edge_client.data.image_scanner import ImageScanner
 from edge_client.data.images import LabeledImage
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
@@ -182,7 +183,7 @@ def _device(features: NDArray[np.float32], classes: int, prototypes: Any) -> Ite
             provider="cpu", threads=1, batch_size=1, backbones=(), rescan_s=1e9,
         )  # fmt: skip
         try:
-            yield _Device(Workspace(settings, store, cache), task, features)
+            yield _Device(Workspace(settings, store, cache, ImageScanner(settings.data).scan), task, features)
         finally:
             cache.close()
             store.close()

@@ -72,8 +72,7 @@ def _restarted() -> Device:
     inbox._trust, inbox._aggregator_start = ManifestTrust(), b""
     device._store.blobs.keep_only(())
     take_all(device._events)
-    take_all(device._worker._queue)
-    device._worker._unfinished.clear()
+    device._jobs.cancel("build", "install")
     return device
 
 

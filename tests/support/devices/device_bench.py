@@ -93,9 +93,12 @@ class QuietQueues:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Replace `queue.SimpleQueue`."""
+        """Replace `queue.SimpleQueue` for this thread."""
+        own, real = threading.current_thread(), queue.SimpleQueue
 
-        def make() -> "_Queue":
+        def make() -> "_Queue | queue.SimpleQueue[Any]":
+            if threading.current_thread() is not own:  # a pool of a job that was killed
+                return real()
             self._queues.append(_Queue(self._changed))
             return self._queues[-1]
 
@@ -307,7 +310,10 @@ class DeviceBench:
     def wait(self, seconds: float = 1.0) -> Self:
         """Let time pass, without a message."""
         self.clock.advance(seconds)
+        before = self._device._ticked_s
         self._queues.expire()
+        while self._device._ticked_s == before and not self._queues.is_over:  # it was not waiting yet
+            self._queues.expire()
         return self._settle()
 
     def topic(self, channel: DeviceChannel) -> str:

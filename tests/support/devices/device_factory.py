@@ -96,7 +96,7 @@ def make_workspace(folder: Path, **changes: Any) -> Workspace:
 
 def open_workspace(settings: Settings, store: DeviceState, cache: FeatureCache, **values: Any) -> Workspace:
     """Return a workspace on a state directory, which scans the data folder itself."""
-    return Workspace(settings, store, cache, ImageScanner(settings.data).scan, **values)  # type: ignore[arg-type]
+    return Workspace(settings, store, cache, ImageScanner(settings.data).scan, **values)
 
 
 def make_manifest(**changes: Any) -> TaskManifest:

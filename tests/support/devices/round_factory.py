@@ -14,6 +14,7 @@ from edge_client.training.trainer import Checkpoint, TrainingHooks
 from protocol.wire.arrays import to_tensor
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, Program, RoundManifest, TaskManifest, Tensors
+from tests.support.devices.job_threads import EndedError
 from tests.support.graphs.step_graphs import FEATURES, file, round_tensors
 
 TASK = b"t" * 32
@@ -87,13 +88,18 @@ def open_round(
 def watching(
     *, stop_before: int | None = None, on_checkpoint: Callable[[Checkpoint], None] = lambda _: None
 ) -> TrainingHooks:
-    """Return hooks that stop the training before step `stop_before`."""
-    asked = iter(range(10**6))
+    """Return hooks that end the training before step `stop_before`, after its checkpoint."""
+    steps = iter(range(10**6))
+
+    def end(checkpoint: Checkpoint) -> None:
+        if next(steps) == stop_before:
+            on_checkpoint(checkpoint)
+            raise EndedError
+
     return TrainingHooks(
-        on_checkpoint=on_checkpoint,
-        should_stop=lambda: stop_before is not None and next(asked) >= stop_before,
+        on_checkpoint=end,
         on_progress=lambda _done, _total: None,
-        checkpoint_s=1e9,
+        checkpoint_s=1e9 if stop_before is None else 0.0,
     )
 
 

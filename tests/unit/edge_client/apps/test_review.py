@@ -101,7 +101,6 @@ def test_stored_features_need_no_image_and_a_damaged_cache_is_not_used(where: Re
             open_backbone=lambda _: backbone,
             batch_size=4,
             on_progress=lambda *_: None,
-            should_stop=lambda: False,
             culprits=Culprits(),
         )
     contents = {image.path: image.path.read_bytes() for image in where.images()[:6]}

@@ -23,12 +23,14 @@ from edge_client.data.decoding_memory import available_bytes, limit_bytes, reser
 from edge_client.data.extraction import Extraction, extract, feature_batches
 from edge_client.data.images import LabeledImage, find_images, unlabeled
 from edge_client.runtime.backbone import Backbone
-from edge_client.storage.culprits import Culprits
 from edge_client.storage.feature_cache import FeatureCache
-from protocol.errors import Interrupted
 from protocol.models.preprocessing import Preprocessing, preprocess
 from tests.support.devices.device_factory import CLASSES, choosy, image_file, noise, tiny, write_images
 from tests.support.machine_faults import not_root, open_folder
+
+
+class KilledError(Exception):
+    """Stands for the end of the job."""
 
 
 class Extractor:
@@ -42,17 +44,24 @@ class Extractor:
         self.progress: list[int] = []
 
     def __call__(self, images: Sequence[LabeledImage], *, stop_after: float = math.inf) -> Extraction:
-        """Extract with all backbones; `opened` and `progress` hold what was called."""
+        """Extract with all backbones; `opened` and `progress` hold what was called.
+
+        The job is killed after so many images.
+        """
         self.opened, self.progress = [], []
+
+        def on_progress(cached: int, computed: int) -> None:
+            self.progress.append(cached + computed)
+            if sum(self.progress) >= stop_after:
+                raise KilledError
+
         return extract(
             images,
             list(self.backbones),
             self.cache,
             open_backbone=self._open,
             batch_size=4,
-            on_progress=lambda cached, computed: self.progress.append(cached + computed),
-            should_stop=lambda: sum(self.progress) >= stop_after,
-            culprits=Culprits(),
+            on_progress=on_progress,
         )
 
     def _open(self, sha256: str) -> Backbone:
@@ -95,7 +104,7 @@ def test_image_unusable_for_one_backbone_is_skipped_for_all(tmp_path: Path) -> N
 def test_interruption_keeps_finished_batches(tmp_path: Path) -> None:
     images = find_images(write_images(tmp_path / "data", count=8), CLASSES)
     extractor = Extractor(tmp_path)
-    with pytest.raises(Interrupted):
+    with pytest.raises(KilledError):
         extractor(images, stop_after=8)
     assert extractor(images) == Extraction(computed=8, cached=8, refused=())
 
@@ -207,7 +216,6 @@ import sys
 from pathlib import Path
 from typing import Any
 from edge_client.runtime.backbone import open_backbone
-from edge_client.storage.culprits import Culprits
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.data.extraction import extract
 from edge_client.data.images import find_images
@@ -216,7 +224,7 @@ data, backbone, state = map(Path, sys.argv[1:])
 opened = open_backbone(backbone, provider="cpu", threads=1)
 extraction = extract(
     find_images(data, ["cat"]), [opened.sha256], FeatureCache(state), open_backbone=lambda _: opened,
-    batch_size=32, on_progress=lambda *_: None, should_stop=lambda: False, culprits=Culprits(),
+    batch_size=32, on_progress=lambda *_: None,
 )
 print(extraction.computed, Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 """

@@ -136,7 +136,7 @@ def test_groups_of_an_earlier_digest_stay(tmp_path: Path) -> None:
     images = workspace.find_images(manifest)
     old = {image.identity: bytes([number]) * 16 for number, image in enumerate(images)}
     workspace.cache.put_contents(old)
-    prepare_prototypes(workspace, manifest, workspace.extract(manifest, lambda: False))
+    prepare_prototypes(workspace, manifest, workspace.extract(manifest))
     assert workspace.cache.contents() == old
     assert workspace.store.image_groups.read().number_of.keys() == {*old.values()}
 
@@ -148,7 +148,7 @@ def test_a_feature_without_a_digest_is_computed_again(tmp_path: Path) -> None:
     (image,) = workspace.find_images(manifest)
     key = manifest.backbones[0].digest.hex()
     workspace.cache.put(key, [(image.identity, np.zeros(16, np.float32))], [])
-    workspace.extract(manifest, lambda: False)
+    workspace.extract(manifest)
     assert len(workspace.cache.contents()) == 1
     assert workspace.features([image], [key], 16).any()
 
@@ -161,12 +161,12 @@ def test_a_new_name_of_a_grouped_image_is_not_held_out(tmp_path: Path) -> None:
     folder = tmp_path / "data" / "cat"
     for number in range(10):
         image_file(folder / f"{number}.png", noise(seed=number))
-    found = workspace.extract(manifest, lambda: False)
+    found = workspace.extract(manifest)
     prepare_prototypes(workspace, manifest, found)
     assert len(found.held_out) == 5
     for image in found.for_training():
         image.path.rename(folder / f"a-{image.path.name}")
-    again = workspace.extract(manifest, lambda: False)
+    again = workspace.extract(manifest)
     assert again.held_out == found.held_out
     assert len(workspace.cache.known(*training_feature_keys(manifest))) >= 5
     prepare_prototypes(workspace, manifest, again)
@@ -187,7 +187,7 @@ def test_files_that_change_while_they_are_read_reveal_no_new_image(
 
     def upload() -> None:
         with suppress(NoPrototype):
-            prepared = prepare_prototypes(workspace, manifest, workspace.extract(manifest, lambda: False))
+            prepared = prepare_prototypes(workspace, manifest, workspace.extract(manifest))
             sums.append(prepared.prototypes.astype(np.float64).T @ prepared.counts)
 
     save_all(0)
@@ -217,7 +217,7 @@ def test_a_rating_does_not_reveal_a_new_image(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
 
     def total() -> np.ndarray:
-        prepared = prepare_prototypes(workspace, manifest, workspace.extract(manifest, lambda: False))
+        prepared = prepare_prototypes(workspace, manifest, workspace.extract(manifest))
         sums: np.ndarray = prepared.prototypes.astype(np.float64).T @ prepared.counts
         return sums
 

@@ -44,12 +44,8 @@ def workspace(tmp_path: Path) -> Workspace:
     return workspace
 
 
-def _never() -> bool:
-    return False
-
-
 def _prepare(workspace: Workspace, task: TaskManifest) -> PreparedSubmission:
-    return prepare_prototypes(workspace, task, workspace.extract(task, _never))
+    return prepare_prototypes(workspace, task, workspace.extract(task))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +152,7 @@ def test_image_keeps_its_noise() -> None:
 def test_training_images_are_perturbed_and_held_out_ones_are_not(workspace: Workspace) -> None:
     """The cache separates both, a second extraction computes nothing, and without noise features are clean."""
     noisy, clean = manifest(on_images()), manifest(None)
-    found = workspace.extract(noisy, _never)
+    found = workspace.extract(noisy)
     kept_out = {image.identity for image in found.usable if image.relative in found.held_out}
     assert len(kept_out) == 6
     assert workspace.cache.known(*backbone_digests(noisy)) == kept_out
@@ -164,12 +160,12 @@ def test_training_images_are_perturbed_and_held_out_ones_are_not(workspace: Work
         workspace.cache.known(*training_feature_keys(noisy)) == {p.identity for p in found.usable} - kept_out
     )
     mean_noisy = prepare_prototypes(workspace, noisy, found)
-    found_clean = workspace.extract(clean, _never)
+    found_clean = workspace.extract(clean)
     assert len(found_clean.usable) == len(found.usable)
     mean_clean = prepare_prototypes(workspace, clean, found_clean)
     assert np.abs(mean_noisy.prototypes.astype(float) - mean_clean.prototypes).max() > 0.01
     workspace.store.secret = lambda **_: OTHER  # type: ignore[method-assign]
-    again = workspace.extract(noisy, _never)
+    again = workspace.extract(noisy)
     workspace.store.secret = lambda **_: SECRET  # type: ignore[method-assign]
     assert prepare_prototypes(workspace, noisy, again).fingerprint == mean_noisy.fingerprint, "drawn once"
 
@@ -178,7 +174,7 @@ def test_extraction_of_perturbed_images_without_secret_is_refused(workspace: Wor
     """The whole extraction ends, and nothing is stored."""
     workspace.store.secret = lambda **_: b""  # type: ignore[method-assign]
     with pytest.raises(PrivacyRefused, match="no secret"):
-        workspace.extract(manifest(on_images()), _never)
+        workspace.extract(manifest(on_images()))
     assert not workspace.cache.known(*training_feature_keys(manifest(on_images())))
 
 

@@ -18,7 +18,8 @@ import pytest
 from onnx import helper
 
 import edge_client
-from edge_client.runtime import isolated_session, watchdog
+from edge_client.runtime import backbone as backbones
+from edge_client.runtime import isolated_session
 from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.runtime.concurrent_session import MAX_PART, ConcurrentSession
 from edge_client.runtime.isolated_session import IsolatedSession
@@ -243,14 +244,14 @@ def test_part_that_fails_fails_the_batch(tmp_path: Path) -> None:
     np.testing.assert_array_equal(backbone.features(IMAGES), expected)
 
 
-def test_interrupt_ends_all_parts(tmp_path: Path) -> None:
-    """Runs are cancelled with the batch that they are parts of."""
+def test_the_time_limit_ends_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs end with the batch that they are parts of."""
     (tmp_path / "b.onnx").write_bytes(never_ends_on_white())
     backbone = open_backbone(tmp_path / "b.onnx", provider="cpu", threads=2)
-    cancelled = threading.Event()
-    cancelled.set()
-    with watchdog.cancelled_by(cancelled), pytest.raises(ProtofleetError, match="time limit"):
-        backbone.features(WITH_WHITE)
+    with monkeypatch.context() as patched:
+        patched.setattr(backbones, "MAX_IMAGE_S", 0.1)
+        with pytest.raises(ProtofleetError, match="time limit"):
+            backbone.features(WITH_WHITE)
     assert len(backbone.features(IMAGES)) == len(IMAGES)
 
 
@@ -310,12 +311,13 @@ def test_outputs_of_an_isolated_run_have_a_maximum_length(
         np.testing.assert_array_equal(isolated.features(GRAY), feature)
 
 
-def test_runs_begin_alike_after_one_that_fails_is_killed_or_takes_long(tmp_path: Path) -> None:
+def test_runs_begin_alike_after_one_that_fails_is_killed_or_takes_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are of one program: another start of it would have other addresses, and a graph can compute with those."""
     (tmp_path / "b.onnx").write_bytes(never_ends_on_white())
     backbone = open_backbone(tmp_path / "b.onnx", provider="cpu", threads=1)
-    cancelled = threading.Event()
-    with backbone.isolated() as isolated, watchdog.cancelled_by(cancelled):
+    with backbone.isolated() as isolated:
         feature = isolated.features(GRAY)
         program = _program(isolated)
 
@@ -328,22 +330,21 @@ def test_runs_begin_alike_after_one_that_fails_is_killed_or_takes_long(tmp_path:
                 time.sleep(0.01)
             return found[0]
 
-        def interrupt() -> None:
-            run_of_program()
-            cancelled.set()
-
         with pytest.raises(ProtofleetError, match="fails on its inputs"):
             isolated.features(WHITE[..., :2])
-        for end, words in ((lambda: run_of_program().kill(), "ends its process"), (interrupt, "time limit")):
-            while runs():  # the last one, until it is reaped
-                time.sleep(0.01)
-            other = threading.Thread(target=end)
-            other.start()
-            with pytest.raises(ProtofleetError, match=words):
+        while runs():  # the last one, until it is reaped
+            time.sleep(0.01)
+        other = threading.Thread(target=lambda: run_of_program().kill())
+        other.start()
+        with pytest.raises(ProtofleetError, match="ends its process"):
+            isolated.features(WHITE)
+        other.join()
+        np.testing.assert_array_equal(isolated.features(GRAY), feature)
+        with monkeypatch.context() as patched:
+            patched.setattr(backbones, "MAX_IMAGE_S", 0.1)
+            with pytest.raises(ProtofleetError, match="time limit"):
                 isolated.features(WHITE)
-            other.join()
-            cancelled.clear()
-            np.testing.assert_array_equal(isolated.features(GRAY), feature)
+        np.testing.assert_array_equal(isolated.features(GRAY), feature)
         assert _program(isolated) is program
 
 

@@ -104,10 +104,10 @@ def test_features_leave_the_reserve(disk: Disks, tmp_path: Path) -> None:
     workspace, manifest = make_workspace(tmp_path), make_manifest()
     disk.free = 12 * (4 * 16 + 512) - 1
     with pytest.raises(DiskAlmostFull, match="for the features of 12 images") as raised:
-        workspace.extract(manifest, lambda: False)
+        workspace.extract(manifest)
     assert workspace.cache.known(TINY.digest.hex()) == set()
     disk.free = raised.value.missing.needed_bytes
-    assert len(workspace.extract(manifest, lambda: False).usable) == 12
+    assert len(workspace.extract(manifest).usable) == 12
 
 
 @pytest.mark.parametrize("privacy", [None, WANTED], ids=["none", "differential privacy"])

@@ -8,12 +8,12 @@ from edge_client.storage import culprit_record
 from edge_client.storage.culprits import Culprits
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.job_folder import At, FromJob
-from protocol.errors import GraphRefused, Interrupted, StateError
+from protocol.errors import GraphRefused, StateError
 
 GRAPH = b"g" * 32
 
 
-@pytest.mark.parametrize("error", [GraphRefused, StateError, Interrupted, MemoryError, TypeError])
+@pytest.mark.parametrize("error", [GraphRefused, StateError, MemoryError, TypeError])
 def test_what_is_refused_is_named_no_more_and_what_fails_otherwise_ends_the_job(
     error: type[Exception],
 ) -> None:

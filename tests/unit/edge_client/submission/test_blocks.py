@@ -420,6 +420,14 @@ def test_a_lost_file_dissolves_its_block(device: BlockDevice, caplog: pytest.Log
     assert [text for text in caplog.messages if text.startswith("block dissolved into batches images=60")]
 
 
+def test_groups_of_a_task_without_blocks_stay(device: BlockDevice) -> None:
+    """New images form a block beside them."""
+    _uploaded(device, range(30), prototypes=UNSET)
+    groups = device.partition.groups
+    assert _counts(_uploaded(device, range(90))) == ([20, 20, 20], [5] * 6)
+    assert groups.items() <= device.partition.groups.items()
+
+
 def test_the_last_submission_counts_while_a_block_awaits_an_image(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

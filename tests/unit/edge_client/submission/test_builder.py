@@ -55,7 +55,7 @@ def _prepare(
     """Prepare a submission of the images in the data folder."""
     workspace, task = make_workspace(folder, **{"holdout": 0.2, **local}), make_manifest(**(manifest or {}))
     workspace.store.set(Secret(secret))
-    return prepare_prototypes(workspace, task, workspace.extract(task, should_stop=lambda: False))
+    return prepare_prototypes(workspace, task, workspace.extract(task))
 
 
 def test_a_class_with_a_name_that_no_folder_can_have(tmp_path: Path) -> None:
@@ -358,5 +358,5 @@ def test_an_extraction_reports_its_images(tmp_path: Path) -> None:
     workspace, reported = make_workspace(tmp_path, holdout=0.4), list[Doing]()
     workspace.show_progress = reported.append
     manifest = make_manifest(perturbation=Perturbation(on="images", scale=0.1))
-    workspace.extract(manifest, should_stop=lambda: False)
+    workspace.extract(manifest)
     assert [(each.done, each.total) for each in (reported[0], *reported[-2:])] == [(0, 21), (21, 21), (0, 0)]

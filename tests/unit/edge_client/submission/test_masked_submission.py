@@ -83,7 +83,7 @@ def opened(bench: PrivateBench, submission: Submission) -> np.ndarray:
 
 def test_masked_values_are_the_noisy_sums(bench: PrivateBench) -> None:
     """Without the seed, nothing else tells of them: counts and images are constants."""
-    prepared = prepare_private(bench.workspace(), bench.task, bench.manifest, lambda: False)
+    prepared = prepare_private(bench.workspace(), bench.task, bench.manifest)
     submission = bench.upload()
     own = [prepared.tensors["counts"], prepared.tensors["second_moment"]]
     counts, triangle = (to_array(each) for each in own)
@@ -223,11 +223,11 @@ def test_noise_is_for_one_set_of_rows(bench: PrivateBench, monkeypatch: pytest.M
 
 def test_sums_without_a_mask_are_not_encoded(bench: PrivateBench) -> None:
     """A last check before bytes leave."""
-    prepared = prepare_private(bench.workspace(), bench.task, bench.manifest, lambda: False)
+    prepared = prepare_private(bench.workspace(), bench.task, bench.manifest)
     with pytest.raises(PrivacyRefused):
         encode_submission(prepared, task=bench.task, manifest=bench.manifest, sequence=1)
     bench.settings = replace(bench.settings, max_epsilon=None, second_operator=None)
     workspace, manifest = bench.workspace(), without_privacy(bench.manifest)
-    plain = prepare_prototypes(workspace, manifest, workspace.extract(manifest, lambda: False))
+    plain = prepare_prototypes(workspace, manifest, workspace.extract(manifest))
     with pytest.raises(PrivacyRefused):
         encode_submission(plain, task=bench.task, manifest=bench.manifest, sequence=1)

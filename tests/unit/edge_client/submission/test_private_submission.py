@@ -391,7 +391,7 @@ def test_sums_are_those_of_the_images_but_for_the_noise(tmp_path: Path) -> None:
     bench = PrivateBench(tmp_path, differential_privacy=quiet)
     taken = check_noisy_sums(bench.upload(), Expectation(bench.task, bench.manifest, SIZE))
     workspace, public = bench.workspace(), read_map(PUBLIC_MAP)
-    found = workspace.extract(bench.manifest, lambda: False)
+    found = workspace.extract(bench.manifest)
     keys = training_feature_keys(bench.manifest)
     rows = [public.rows(workspace.features(found.of_class(label), keys, 16)).astype(int) for label in (0, 1)]
     scale = deviations(0.5)
@@ -540,6 +540,6 @@ def test_max_epsilon_is_for_what_was_built_before_it_too(
 def test_prototypes_without_noise_are_not_encoded_for_a_private_task(bench: PrivateBench) -> None:
     """A last check before bytes leave."""
     workspace, manifest = bench.workspace(), without_privacy(bench.manifest)
-    prepared = prepare_prototypes(workspace, manifest, workspace.extract(manifest, lambda: False))
+    prepared = prepare_prototypes(workspace, manifest, workspace.extract(manifest))
     with pytest.raises(PrivacyRefused):
         encode_submission(prepared, task=bench.task, manifest=bench.manifest, sequence=1)

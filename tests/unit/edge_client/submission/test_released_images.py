@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from aggregator.intake.validation import Expectation, check_submission, read_mes
 from edge_client.data.holdout import held_out, held_out_count
 from edge_client.data.images import LabeledImage
 from edge_client.data.prototype_averaging import class_means
-from edge_client.submission import round_submission
+from edge_client.submission import image_features, round_submission
 from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
 from edge_client.submission.image_grouping import group_images
 from edge_client.submission.prepared_submission import (
@@ -27,7 +28,7 @@ from edge_client.submission.prepared_submission import (
 from edge_client.training import local_round
 from edge_client.training.local_round import LocalModel, RoundResult
 from edge_client.training.trainer import TrainingSet
-from protocol.errors import Interrupted, ProtofleetError
+from protocol.errors import ProtofleetError
 from protocol.wire.arrays import to_array
 from protocol.wire.messages import BlobRef, Program, RoundManifest, Submission, TaskManifest
 from protofleet.prototypes import average_class
@@ -40,6 +41,7 @@ from tests.support.devices.device_factory import (
     open_workspace,
     write_images,
 )
+from tests.support.devices.job_threads import EndedError
 from tests.support.devices.linear_attacker import fewest_images
 from tests.support.devices.round_factory import put_contents, take_images
 from tests.support.messages.submissions import values_of
@@ -75,7 +77,6 @@ def _prepare(workspace: Workspace, manifest: TaskManifest, found: FoundImages) -
             RoundManifest(task=TASK, number=0, rounds=1, epochs=1, tensors=TINY),
             found=found,
             on_progress=lambda *_: None,
-            should_stop=lambda: False,
         )
 
 
@@ -216,7 +217,7 @@ class Folder:
 
     def upload(self, **task: Any) -> PreparedSubmission:
         manifest = make_manifest(**task)
-        found = self.workspace.extract(manifest, should_stop=lambda: False)
+        found = self.workspace.extract(manifest)
         prepared = prepare_prototypes(self.workspace, manifest, found)
         payload = encode_submission(prepared, task=TASK, manifest=manifest, sequence=1)
         message = read_message(payload)
@@ -234,7 +235,7 @@ def test_first_submission_is_fedtcs(tmp_path: Path) -> None:
     """The groups of a device that has uploaded nothing are batches without outliers, bit by bit."""
     device = Folder(tmp_path, images=23)
     prepared = device.upload(alpha=0.9)
-    found = device.workspace.extract(make_manifest(), should_stop=lambda: False)
+    found = device.workspace.extract(make_manifest())
     features = device.workspace.features(found.of_class(1), training_feature_keys(make_manifest()), 16)
     key = hmac.digest(device.workspace.store.secret(), b"0/device/1", "sha256")
     values, counts = average_class(features, batch=5, alpha=0.9, rng=np.random.default_rng(list(key)))
@@ -282,7 +283,7 @@ def test_a_removed_image_takes_its_prototype_with_it(tmp_path: Path) -> None:
 def test_an_image_in_whose_file_another_one_is_now_is_not_awaited(tmp_path: Path) -> None:
     """A half-copied image was uploaded, and nobody can restore it: the others form new prototypes at once.
 
-    Also if the first build that finds the other image is interrupted.
+    Also if the job that finds the other image is killed.
     """
     device = Folder(tmp_path, images=13)
     half = [device.data / CLASSES[0] / f"{number:04}.png" for number in (0, 5, 9)]
@@ -292,8 +293,8 @@ def test_an_image_in_whose_file_another_one_is_now_is_not_awaited(tmp_path: Path
     assert sum(device.upload().classes[0].counts) == 13
     for path in half:
         path.with_suffix(".whole").replace(path)
-    with pytest.raises(Interrupted):
-        device.workspace.extract(make_manifest(), should_stop=lambda: True)
+    with patch.object(image_features, "extract", side_effect=EndedError), pytest.raises(EndedError):
+        device.workspace.extract(make_manifest())
     complete = device.upload().classes[0]
     assert (complete.images, sum(complete.counts), complete.missing) == (13, 13, 0)
 
@@ -322,7 +323,7 @@ def test_images_of_a_class_that_is_split_are_shown_as_waiting(tmp_path: Path) ->
     with pytest.raises(ProtofleetError, match="add 1 image to use them again"):
         device.upload(batch_size=4, min_images=4)
     manifest = make_manifest(batch_size=4, min_images=4)
-    found = device.workspace.extract(manifest, should_stop=lambda: False)
+    found = device.workspace.extract(manifest)
     released = group_images(device.workspace, manifest, found).classes
     assert [(each.waiting, each.more_needed) for each in released] == [(5, 1), (4, 2)]
 
@@ -377,7 +378,7 @@ def test_a_dry_run_records_no_group(tmp_path: Path) -> None:
     device = Folder(tmp_path)
     before = device.workspace
     shown = open_workspace(before.settings, before.store, before.cache, dry_run=True)
-    found = shown.extract(make_manifest(), should_stop=lambda: False)
+    found = shown.extract(make_manifest())
     prepared = prepare_prototypes(shown, make_manifest(), found)
     assert device.workspace.store.image_groups.read().groups == {}
     assert device.upload().counts.tolist() == prepared.counts.tolist()

@@ -1,5 +1,6 @@
 """RoundTraining: each round is trained once across restarts, and stored as a whole."""
 
+import functools
 import logging
 import shutil
 from collections.abc import Callable, Sequence
@@ -7,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -21,15 +23,17 @@ from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.job_folder import CHECKPOINTS, Built, Job, Result, Run
 from edge_client.storage.job_state import JobState
 from edge_client.storage.stored_values import StoredLocalModel, SubmissionReport, SubmissionSequence
+from edge_client.submission import round_submission
 from edge_client.submission.image_features import FoundImages
 from edge_client.submission.prepared_submission import PreparedSubmission, encode_submission
 from edge_client.submission.round_submission import RoundTraining
 from edge_client.training.local_round import LocalModel, pack, unpack
-from edge_client.training.trainer import Diverged
-from protocol.errors import GraphRefused, Interrupted, StateError
+from edge_client.training.trainer import Diverged, TrainingHooks
+from protocol.errors import GraphRefused, StateError
 from protocol.wire.codec import decode
 from protocol.wire.messages import RoundManifest, Submission, TaskManifest
 from tests.support.devices.device_factory import make_settings, open_workspace, payload_of
+from tests.support.devices.job_threads import EndedError
 from tests.support.devices.round_factory import (
     COUNTS,
     TASK,
@@ -68,11 +72,17 @@ class Device:
         opened: RoundManifest,
         *,
         images: Sequence[LabeledImage] | None = None,
-        stop_before: int | None = None,
+        stop_after: int | None = None,
         task: bytes = TASK,
     ) -> PreparedSubmission:
         """Train a round; `steps` has the steps that were taken."""
         self.steps = []
+
+        def on_progress(done: int, _total: int) -> None:
+            self.steps.append(done)
+            if done == stop_after:
+                raise EndedError
+
         found = take_images() if images is None else images
         look_at(self.cache, found)
         return self.rounds.train(
@@ -80,13 +90,14 @@ class Device:
             manifest,
             opened,
             found=FoundImages(tuple(found), (), held_out(found, self.holdout)),
-            on_progress=lambda done, _total: self.steps.append(done),
-            should_stop=lambda: stop_before is not None and len(self.steps) >= stop_before,
+            on_progress=on_progress,
         )
 
-    def interrupt(self, manifest: TaskManifest, opened: RoundManifest, *, stop_before: int = 7) -> None:
-        with pytest.raises(Interrupted):
-            self.train(manifest, opened, stop_before=stop_before)
+    def interrupt(self, manifest: TaskManifest, opened: RoundManifest, *, stop_after: int = 7) -> None:
+        """Kill the job after a step; each step begins with a checkpoint."""
+        hooks = functools.partial(TrainingHooks, checkpoint_s=0.0)
+        with patch.object(round_submission, "TrainingHooks", hooks), pytest.raises(EndedError):
+            self.train(manifest, opened, stop_after=stop_after)
 
     def complete(self, manifest: TaskManifest, opened: RoundManifest) -> UploadItem:
         """Train and store a round."""
@@ -168,15 +179,15 @@ def test_a_renumbered_submission_differs_in_its_sequence_only(
 def test_an_interrupted_training_resumes(
     tmp_path: Path, device: Device, manifest: TaskManifest, opened: RoundManifest, caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip
-    """No step is taken twice, and the result equals that of an uninterrupted training."""
+    """From its last checkpoint, and the result equals that of an uninterrupted training."""
     caplog.set_level(logging.INFO)
     other = Device(tmp_path / "other")
     whole = model_of(other.train(make_task(other.store.blobs), open_round(other.store.blobs)))
     device.interrupt(manifest, opened)
     again = Device(tmp_path)
     model = model_of(again.train(manifest, opened))
-    assert again.steps == [8, 9, 10]
-    assert "training resumed step=7" in caplog.text
+    assert again.steps == [7, 8, 9, 10]
+    assert "training resumed step=6" in caplog.text
     assert pack(model) == pack(whole)
 
 
@@ -217,13 +228,13 @@ def test_training_restarts_after_a_damaged_checkpoint(
 
 
 def test_a_dry_run_writes_nothing(device: Device, manifest: TaskManifest, opened: RoundManifest) -> None:
-    """Complete or interrupted; it also trains a round that was uploaded."""
+    """Complete or killed; it also trains a round that was uploaded."""
     device.complete(manifest, opened)
     dry = Device(device.folder, dry_run=True)
     before = dry.on_disk()
     assert dry.found(opened) is None
     assert len(dry.train(manifest, opened).counts) == 3
-    dry.interrupt(manifest, opened, stop_before=3)
+    dry.interrupt(manifest, opened, stop_after=3)
     assert dry.on_disk() == before
 
 
@@ -275,7 +286,7 @@ def test_submission_and_local_model_are_stored_together(device: Device, manifest
     outcomes = set()
     for number, room in enumerate([*range(0, 3_000, 150), 10**8]):
         opened = open_round(device.store.blobs, number=number)
-        device.interrupt(manifest, opened, stop_before=5)
+        device.interrupt(manifest, opened, stop_after=5)
         prepared = device.train(manifest, opened)
         payload = encoded(prepared, manifest, opened)
         before = (device.store.get(StoredLocalModel), device.store.outbox.items())

@@ -23,7 +23,7 @@ from edge_client.submission.prepared_submission import (
 )
 from edge_client.submission.statistics_submission import prepare_statistics
 from edge_client.training.trainer import Diverged
-from protocol.errors import GraphRefused, Interrupted, PrivacyRefused
+from protocol.errors import GraphRefused, PrivacyRefused
 from protocol.statistics.second_moment import decode, from_triangle
 from protocol.wire.arrays import to_array
 from protocol.wire.messages import Perturbation, Statistics, Submission, TaskManifest
@@ -42,13 +42,13 @@ def task_of(workspace: Workspace, graph: bytes, *, size: int = 32, **changes: An
 
 
 def prepare(
-    folder: Path, *, graph: bytes | None = None, stop: bool = False, **changes: Any
+    folder: Path, *, graph: bytes | None = None, **changes: Any
 ) -> tuple[PreparedSubmission, Workspace, TaskManifest]:
     workspace = make_workspace(folder)
     task = task_of(workspace, graph or map_graph(), **changes)
-    found = workspace.extract(task, should_stop=lambda: False)
+    found = workspace.extract(task)
     assert task.statistics is not None
-    return prepare_statistics(workspace, task, task.statistics, found, lambda: stop), workspace, task
+    return prepare_statistics(workspace, task, task.statistics, found), workspace, task
 
 
 def uploaded(prepared: PreparedSubmission, task: TaskManifest) -> Submission:
@@ -72,7 +72,7 @@ def test_sums_of_single_images_are_exact(tmp_path: Path) -> None:
     message = uploaded(prepared, task)
     assert (message.prototypes.dtype, message.counts.dtype, message.images) == ("i4", "u1", 18)
     counts, sums, moment = statistics_of(message)
-    found = workspace.extract(task, should_stop=lambda: False)
+    found = workspace.extract(task)
     rows = [
         mapped(workspace.features(found.of_class(label), training_feature_keys(task), 16)) for label in (0, 1)
     ]
@@ -86,7 +86,7 @@ def test_groups_are_those_of_prototypes(tmp_path: Path) -> None:
     write_images(tmp_path / "data", count=13)
     prepared, workspace, task = prepare(tmp_path, batch_size=5, min_images=2)
     plain = msgspec.structs.replace(task, statistics=None)
-    prototypes = prepare_prototypes(workspace, plain, workspace.extract(plain, should_stop=lambda: False))
+    prototypes = prepare_prototypes(workspace, plain, workspace.extract(plain))
     message = uploaded(prepared, task)
     assert (message.prototypes.dtype, message.prototypes.shape, message.tensors) == ("i1", (4, 32), {})
     np.testing.assert_array_equal(to_array(message.counts), prototypes.counts)
@@ -141,12 +141,6 @@ def test_map_that_does_not_fit_is_refused(
     write_images(tmp_path / "data", count=3)
     with pytest.raises((GraphRefused, Diverged), match=text):
         prepare(tmp_path, graph=graph, **changes)
-
-
-def test_sums_can_be_interrupted(tmp_path: Path) -> None:
-    write_images(tmp_path / "data", count=3)
-    with pytest.raises(Interrupted):
-        prepare(tmp_path, stop=True)
 
 
 @pytest.mark.parametrize(

@@ -36,11 +36,12 @@ from edge_client.training.trainer import (
     project,
     train,
 )
-from protocol.errors import GraphRefused, Interrupted, StateError
+from protocol.errors import GraphRefused, StateError
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.arrays import to_array
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import Receipt, RoundManifest, TaskManifest
+from tests.support.devices.job_threads import EndedError
 from tests.support.devices.round_factory import (
     TASK,
     make_task,
@@ -63,26 +64,25 @@ def begin(**replaced: Tensors) -> State:
 
 
 class Recorder:
-    """Records a training's checkpoints and progress, and stops it before the step of a number."""
+    """Records a training's progress, and ends it with a checkpoint before the step of a number."""
 
     def __init__(self, *, stop_before: int | None = None) -> None:
         self.checkpoints: list[Checkpoint] = []
         self.progress: list[tuple[int, int]] = []
-        self._asked = 0
         self._stop_before = stop_before
 
     def hooks(self) -> TrainingHooks:
         return TrainingHooks(
-            on_checkpoint=lambda checkpoint: self.checkpoints.append(copy.deepcopy(checkpoint)),
-            should_stop=self._should_stop,
+            on_checkpoint=self._on_checkpoint,
             on_progress=lambda done, total: self.progress.append((done, total)),
-            checkpoint_s=1e9,
+            checkpoint_s=1e9 if self._stop_before is None else 0.0,
             clock=lambda: 0.0,
         )
 
-    def _should_stop(self) -> bool:
-        self._asked += 1
-        return self._stop_before is not None and self._asked > self._stop_before
+    def _on_checkpoint(self, checkpoint: Checkpoint) -> None:
+        if len(self.progress) == self._stop_before:
+            self.checkpoints.append(copy.deepcopy(checkpoint))
+            raise EndedError
 
 
 def run(
@@ -145,7 +145,7 @@ def test_interruptions_change_no_bit(stops: list[int], batch_size: int) -> None:
         recorder = Recorder(stop_before=stop - at.steps)
         try:
             run(at, schedule=schedule, hooks=recorder.hooks())
-        except Interrupted:
+        except EndedError:
             (at,) = recorder.checkpoints
             assert at.steps == stop
     resumed = run(at, schedule=schedule)
@@ -285,7 +285,7 @@ def test_interrupted_training_uploads_the_same_bytes(
         )
         try:
             take_part(blobs, manifest, opened, resumed=resumed, hooks=hooks)
-        except Interrupted:
+        except EndedError:
             continue
     resumed = unpack_checkpoint(written[-1], ABOUT) if written else None
     made = take_part(blobs, manifest, opened, resumed=resumed)
