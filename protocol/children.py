@@ -39,7 +39,7 @@ MAX_EXIT_S = 5.0
 
 
 class Process(Protocol):
-    """What is used of `subprocess.Popen`."""
+    """The used part of `subprocess.Popen`."""
 
     stderr: IO[bytes] | None
     ended: int | None
@@ -121,7 +121,7 @@ class Child:
         def read_line(stream: IO[bytes]) -> bool:
             with contextlib.suppress(OSError):
                 while self._connection.poll() and self._receive(self._connection):
-                    """What the child has said before it wrote the line: the line may be about that."""
+                    """Messages that the child sent before the line, which may be about them."""
             return lines.read(stream)
 
         with selectors.DefaultSelector() as selector:

@@ -29,7 +29,7 @@ class Device(Embedded):
     """A device of a fleet, as `edge-client` runs one, on threads of this program.
 
     Use it as a context manager, or with `start` and `stop`. A program may run several, each with a state directory of
-    its own. A graph that neither ends nor can be interrupted ends the whole program, as it ends `edge-client`.
+    its own. Images are decoded and graphs run in child processes of this interpreter.
 
     Args:
         data: folder with one sub-folder of images per class, or a CSV file with the columns path and label; new images

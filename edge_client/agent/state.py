@@ -23,7 +23,7 @@ from protocol.wire.transfer import Ranges
 Kind = Literal["submission", "evaluation"]
 
 Job = Literal["build", "install"]
-"""The worker's jobs."""
+"""The jobs of child processes."""
 
 Work = Literal["download"] | Job
 """Work that may lack space on the disk."""
@@ -223,7 +223,7 @@ class State:
 
     @property
     def durable(self) -> StoredState:
-        """What outlives the program."""
+        """The half that outlives the program."""
         kept = {"build": self.build_problem or self.stored_build_problem, "head": self.head_problem}
         return StoredState(
             task=self.task or self.stored_task,

@@ -149,7 +149,7 @@ def serve(pipe: Connection, *, isolate: Isolate = Backbone.isolated) -> None:
 
 
 class _Program:
-    """What stays open from one job to the next: the feature cache, and backbones."""
+    """The feature cache and backbones, which stay open from one job to the next."""
 
     def __init__(self, service: _Service, isolate: Isolate) -> None:
         self._service, self._isolate = service, isolate

@@ -1,1 +1,1 @@
-"""The device program as a service: the agent's state machine, a worker thread and an MQTT session."""
+"""The device program as a service: the agent's state machine, an MQTT session, and jobs as child processes."""

@@ -1,4 +1,4 @@
-"""What a job runs that may end it: named on its pipe before it runs, so that a death has a culprit."""
+"""Culprits: a job names on its pipe what it runs before it does, so that its death has one."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping

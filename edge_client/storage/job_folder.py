@@ -1,4 +1,4 @@
-"""What the service gives a job and what a job leaves, in a folder of its own; and what the two say on their pipe.
+"""A job's folder, with what the service gives it and what it leaves, and the messages on its pipe.
 
 A job never writes the state. `job.json` has all that it reads of it, but for keys, which are in no file, and blobs,
 which it reads where they are. It leaves files and, at last, `result.json`; the service commits them in one transaction.
@@ -72,7 +72,7 @@ class ImageList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobVersion(msgspec.Struct, frozen=True):
-    """What `job.json` has in every version."""
+    """The part of `job.json` that every version has."""
 
     version: str = "an earlier version"
 
@@ -169,7 +169,7 @@ class Line(Message, frozen=True):
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
-    """What a dry run would upload: `rows` of `size` values each, `tensors` by their shapes and bytes.
+    """The upload that a dry run shows: `rows` of `size` values each, `tensors` by their shapes and bytes.
 
     Of a block, `means` and `directions` are the rows.
     """
@@ -186,7 +186,7 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job leaves: its outcome, and the changes of the state, which are committed together.
+    """A job's result: its outcome, and the changes of the state, which are committed together.
 
     `was_released` deletes the keys of releases, whose submission is among the `kept`. `blobs` are in the folder BLOBS.
     `line` is logged after the commit.
@@ -235,7 +235,7 @@ class Ready(Message, frozen=True):
 
 
 class At(Message, frozen=True):
-    """What the job runs from now on, if anything: if it ends, this is to blame.
+    """The job runs this from now on, or nothing: if it ends, this is to blame.
 
     Args:
         what: digest of graphs or a head.

@@ -142,7 +142,7 @@ class JobClock:
 
 
 class JobState:
-    """What a job sees of the state in `folder`, with its own folder for what it leaves."""
+    """The state in `folder` as a job sees it, with its own folder for what it leaves."""
 
     def __init__(self, folder: Path, job_folder: Path, job: Job, run: Run) -> None:
         self.folder = folder

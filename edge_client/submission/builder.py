@@ -68,7 +68,7 @@ class SubmissionBuilder:
         self._store = workspace.store
         self._rounds = rounds
         self.shown: Shown | None = None
-        """What a dry run shows."""
+        """The upload that a dry run shows."""
         self.line: Line | None = None
         """The line to log once the submission is stored."""
 

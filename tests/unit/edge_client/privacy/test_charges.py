@@ -68,7 +68,7 @@ def _note_opened(name: str, arguments: tuple[Any, ...]) -> None:
 
 
 class Order:
-    """What happens in jobs, in its order: messages of charges, image files that are opened, and noise."""
+    """Events of jobs, in their order: messages of charges, image files that are opened, and noise."""
 
     def __init__(self, bench: PrivateBench, patch: pytest.MonkeyPatch) -> None:
         self._bench, self._seen = bench, list[str]()
@@ -222,7 +222,7 @@ def test_a_dry_run_is_answered_and_charges_nothing(state: PrivateBench) -> None:
 
 
 def test_a_denied_charge_is_not_recorded(bench: PrivateBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the budget is exceeded, also by a binding, or any step fails."""
+    """The budget is exceeded, also by a binding, or any step fails."""
     granted = charges_of(bench)
     granted.answer(LISTED)
     granted.answer(msgspec.structs.replace(LISTED, content=b"rows"))

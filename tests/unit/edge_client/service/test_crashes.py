@@ -83,7 +83,7 @@ def test_a_task_that_ends_three_jobs_is_not_run_a_fourth_time(
 def test_an_error_that_nobody_expects_ends_the_job_and_counts(
     bench: HeadBench, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
-    """What a graph returns may show a defect of the program; the service must not end at each of its starts."""
+    """The output of a graph may show a defect of the program; the service must not end at each of its starts."""
 
     def fail(*_: object, **__: object) -> None:
         raise error

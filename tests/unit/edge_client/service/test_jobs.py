@@ -254,7 +254,7 @@ def test_a_process_runs_one_job_after_the_other_and_ends_after_a_minute(bench: H
 def test_under_differential_privacy_no_process_runs_two_jobs(
     bench: HeadBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who has read an image makes no clean template. That of an earlier task ends before, with its lock."""
+    """A process that has read an image makes no clean template. That of an earlier task ends before, with its lock."""
     started: list[JobThread] = []
 
     def launch(*arguments: Any) -> JobThread:

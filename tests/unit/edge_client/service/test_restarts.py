@@ -49,7 +49,7 @@ class Commits:
 
 
 class Story:
-    """What happens to a device: tasks, images, heads, and an aggregator that receives what is uploaded."""
+    """Events of a device: tasks, images, heads, and an aggregator that receives what is uploaded."""
 
     def __init__(self, folder: Path) -> None:
         with contextlib.closing(DeviceState(folder / "state")) as store:
@@ -60,7 +60,7 @@ class Story:
         self._tasks = [make_manifest(seed=1), make_manifest(seed=2, backbones=(other,))]
         self._head = self.bench.head(1, CONSTANT["cat"])
         self._announced: list[Callable[[], object]] = []
-        """What the broker has retained."""
+        """The messages that the broker has retained."""
 
     def steps(self) -> list[Callable[[], object]]:
         bench, (first, second) = self.bench, self._tasks

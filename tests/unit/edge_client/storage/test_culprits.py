@@ -1,4 +1,4 @@
-"""What ends jobs is named before it runs, with the images that are decoded; their record is kept small."""
+"""A job names what it runs before it does, with the images that are decoded; their record is kept small."""
 
 from pathlib import Path
 
