@@ -240,7 +240,8 @@ class Jobs:
     def tick(self) -> None:
         """End processes that have waited long enough for a job."""
         for slot, runner in tuple(self._runners.items()):
-            if runner.job is None and time.monotonic() > runner.idle_since_s + IDLE_S:
+            is_idle = runner.job is None and not runner.is_starting
+            if is_idle and time.monotonic() > runner.idle_since_s + IDLE_S:
                 self._kill(slot)
 
     def handle(self, happened: JobEvent) -> events.Event | None:
@@ -352,13 +353,8 @@ class Jobs:
         self._write_last_submission(wanted, folder)
         if wanted.name == "build":
             self._manifest, self._identities = wanted.manifest, "\0".join(scan.identities)
-        runner.job, runner.number, runner.is_new, runner.at, runner.lines = (
-            wanted,
-            self._number,
-            False,
-            At(),
-            0,
-        )
+        runner.job, runner.number, runner.is_new = wanted, self._number, False
+        runner.at, runner.lines = At(), 0
         runner.child.send(msgspec.msgpack.encode(Run(os.fsencode(folder), secret)))
 
     def _job(self, wanted: Wanted) -> Job:
@@ -564,6 +560,8 @@ class Jobs:
                 self._show(result.shown)
             return
         store.commit(folder, result, *filter(None, [report]))
+        if report is not None:
+            self._suspects.clear()  # those that are left are gone
         _log(result.line)
 
     def _failed(self, problem: Problem, name: Name) -> events.BlobsMissing | events.SpaceMissing:
