@@ -47,6 +47,10 @@ DEVICE = {
         *("device.features", "Features of 1,000 photographs", "20 min"),
         models=["mobilenetv3_small_100"], images=[20, 100], repetitions=1,
     ),
+    "service": _entry(
+        *("device.service", "The service and its jobs: start, memory, first build", "15 min"),
+        models=["test_resnet"], images=[20, 100], grouped=500, repetitions=1,
+    ),
     "int8": _entry(
         *("device.int8", "Backbones of 8 bits beside float32", "10 min"),
         networks=["mobilenetv2_100"], sizes=[96], repetitions=3,

@@ -221,18 +221,17 @@ launch: Callable[[str, Connection, int], Process] = launch_process
 
 def connect(arguments: Sequence[str]) -> Connection:
     """Return the pipe to the service of this process, which ends when the service does."""
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # a service manager sends it to all processes; the service decides
+    # A service manager sends it to all processes; the service decides.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     pipe, alive = map(int, arguments)
-    _end_with(alive)
+    end_with(alive)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE), encoding="ascii")
     return Connection(pipe)
 
 
-def _end_with(alive: int) -> None:
-    """End this process and its group once the other end of a pipe is closed, also within native code."""
+def end_with(alive: int) -> None:
+    """Kill this process and its group once the other end of a pipe is closed, also within native code."""
     number: Any = getattr(fcntl, "F_SETSIG", None)  # of Linux
     if number is None:
         threading.Thread(target=_wait_for_end, args=(alive,), name="alive", daemon=True).start()

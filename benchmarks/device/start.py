@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,9 @@ def _commands(broker: BrokerAddress, state: Path) -> dict[str, list[str]]:
     return {OURS: ["-m", "edge_client.cli", *where], **rivals}
 
 
-def until_ready(command: list[str], broker: BrokerAddress) -> Cost:
+def until_ready(
+    command: Sequence[str], broker: BrokerAddress, *, environment: Mapping[str, str] | None = None
+) -> Cost:
     """Run a Python program until a message of it arrives, and end it.
 
     Raises:
@@ -104,7 +106,7 @@ def until_ready(command: list[str], broker: BrokerAddress) -> Cost:
     subscribed.wait(TIMEOUT_S)
     started_s = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, *command], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
         if not arrived.wait(TIMEOUT_S):

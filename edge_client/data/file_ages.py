@@ -1,9 +1,14 @@
 """Ages of files: how long each has not changed, so that a file which is still being copied is no image yet."""
 
+import os
 import time
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from edge_client.data.images import LabeledImage
+
+_decoder = msgspec.msgpack.Decoder(dict[bytes, tuple[float, int]])
 
 SETTLE_S = 2.0
 """Seconds for which a complete file has not changed. Windows and SMB set a file's size first, then write its blocks,
@@ -31,7 +36,8 @@ class FileAges:
     ) -> None:
         self._clock = clock
         self._wall_clock = wall_clock
-        self._since: dict[str, tuple[float, int]] | None = None
+        self._since: bytes | None = None
+        """When each file was found as it is, and its inode: encoded, for a service keeps it from scan to scan."""
 
     @property
     def is_new(self) -> bool:
@@ -44,11 +50,12 @@ class FileAges:
 
     def update(self, images: Iterable[LabeledImage]) -> list[float]:
         """Return the ages of all files that a scan has found, seconds."""
-        before, self._since = self._since, {}
+        before = None if self._since is None else _decoder.decode(self._since)
+        since: dict[bytes, tuple[float, int]] = {}
         now_s, wall_s = self._clock(), self._wall_clock()
         ages = []
         for image in images:
-            identity = image.identity
+            identity = os.fsencode(image.identity)
             if before is None:
                 since_s = now_s - _age_s(image, wall_s)
             else:
@@ -56,8 +63,9 @@ class FileAges:
                 # Some file systems renumber old files.
                 if inode != image.inode and now_s - since_s < SETTLE_S:
                     since_s = now_s
-            self._since[identity] = since_s, image.inode
+            since[identity] = since_s, image.inode
             ages.append(now_s - since_s)
+        self._since = msgspec.msgpack.encode(since)
         return ages
 
 

@@ -227,11 +227,11 @@ class _Program:
             culprits=Culprits(
                 self._service.send, deaths=job.deaths, suspects=job.suspects, guilty=job.guilty
             ),
+            charge=self._service.charge,
             show_progress=self._service.send,
             isolate=self._isolate,
             open_backbones={} if before is None else before.open_backbones,
         )
-        workspace.charge = lambda charge: _granted(workspace, self._service.charge(charge))
         self._workspace = workspace
         return workspace
 
@@ -241,11 +241,6 @@ class _Program:
         if writes and not self._lock.take(wait_s=LOCK_WAIT_S):
             raise StateError(f"another job still writes the features in {folder}: try again")
         return FeatureCache(folder / "features.sqlite")
-
-
-def _granted(workspace: Workspace, granted: Grant) -> Grant:
-    workspace.sealing_key = granted.signing_key
-    return granted
 
 
 def _decoded(data: bytes, kind: type[Manifest]) -> Manifest:

@@ -3,6 +3,7 @@
 from msgspec import UNSET
 
 from edge_client.agent.state import Kind
+from edge_client.agent.submission_kinds import kind_of
 from edge_client.storage.privacy_ledger import LOST
 from protocol.errors import MalformedMessage, PrivacyRefused
 from protocol.statistics.noisy_sums import MAX_DISCRETENESS, discreteness, released_values
@@ -91,14 +92,9 @@ def _problems_of_sums(manifest: TaskManifest) -> dict[str, bool]:
     }
 
 
-def is_private(manifest: TaskManifest | None) -> bool:
-    """Return whether everything that leaves the device must be noisy or constant."""
-    return manifest is not None and manifest.differential_privacy is not None
-
-
 def is_bounded(manifest: TaskManifest | None, *, max_epsilon: float | None) -> bool:
     """Return whether messages about a task must not reveal images: it is private, or only such tasks are accepted."""
-    return is_private(manifest) or max_epsilon is not None
+    return max_epsilon is not None or (manifest is not None and kind_of(manifest).is_private)
 
 
 def may_upload(payload: bytes, kind: Kind, *, max_epsilon: float) -> bool:

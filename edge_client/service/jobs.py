@@ -20,10 +20,11 @@ import msgspec
 from edge_client.agent import events
 from edge_client.agent.state import MAX_DAMAGED, MissingSpace
 from edge_client.agent.state import Job as Name
+from edge_client.agent.submission_kinds import kind_of
 from edge_client.config import Settings
 from edge_client.data.image_scanner import ImageScanner, Scan
 from edge_client.privacy.charges import Charges
-from edge_client.privacy.policy import is_bounded, is_private
+from edge_client.privacy.policy import is_bounded
 from edge_client.service.build_report import BuildReporter
 from edge_client.service.job_progress import ProgressReporter
 from edge_client.storage.device_state import DeviceState
@@ -174,8 +175,8 @@ class Jobs:
         self._suspects: set[bytes] = set()
         self._lost: Counter[bytes] = Counter()
         self._manifest: TaskManifest | None = None
-        self._identities: tuple[str, ...] | None = None
-        """Images of the last build."""
+        self._identities: str | None = None
+        """Images of the last build, joined: many small strings would keep the memory around them, too."""
         self._missing_since_s: dict[str, float] = {}
         """When scans began to miss images of the last build (monotonic)."""
         self._scanner = ImageScanner(settings.data)
@@ -272,6 +273,7 @@ class Jobs:
             job = wanted if isinstance(wanted, Wanted) else None
             manifest = wanted.manifest if isinstance(wanted, Wanted) else wanted
             self._emit(Scanned(job, self._scanner.scan(manifest.classes)))
+            del wanted, job  # they hold the scan from now on
 
     def _scanned(self, scanned: Scanned) -> events.ImagesChanged | None:
         self._open_scans -= 1
@@ -288,16 +290,17 @@ class Jobs:
 
     def _changed(self, scan: Scan) -> events.ImagesChanged | None:
         if self._identities is None:  # no build yet
-            self._identities = scan.identities
-        now_s, missing = time.monotonic(), scan.missing(self._identities)
+            self._identities = "\0".join(scan.identities)
+        identities = frozenset(filter(None, self._identities.split("\0")))
+        now_s, missing = time.monotonic(), scan.missing(identities)
         self._missing_since_s = {each: self._missing_since_s.get(each, now_s) for each in missing}
         # A file that a program replaces is missing for a moment. Each of two submissions would cost privacy.
         is_gone = any(
             now_s - since_s >= self._settings.rescan_s / 2 for since_s in self._missing_since_s.values()
         )
-        if not is_gone and frozenset(scan.identities) <= frozenset(self._identities):
+        if not is_gone and identities.issuperset(scan.identities):
             return None
-        self._identities = scan.identities
+        self._identities = "\0".join(scan.identities)
         event(log, logging.INFO, "images changed", folder=self._settings.data)
         return events.ImagesChanged()
 
@@ -348,7 +351,7 @@ class Jobs:
             (folder / IMAGES_FILE).write_bytes(msgspec.json.encode(_listed(scan)))
         self._write_last_submission(wanted, folder)
         if wanted.name == "build":
-            self._manifest, self._identities = wanted.manifest, scan.identities
+            self._manifest, self._identities = wanted.manifest, "\0".join(scan.identities)
         runner.job, runner.number, runner.is_new, runner.at, runner.lines = (
             wanted,
             self._number,
@@ -397,7 +400,7 @@ class Jobs:
 
     def _secret(self, wanted: Wanted) -> bytes:
         """Return the device's secret for a build that groups images; it gets the keys of a release by a charge."""
-        if wanted.name != "build" or is_private(wanted.manifest):
+        if wanted.name != "build" or not kind_of(wanted.manifest).is_grouped:
             return b""
         try:
             return self._store.secret(keep=self._show is None)
@@ -412,7 +415,7 @@ class Jobs:
         action, last = wanted.action, self._store.outbox.newest_submission()
         if last is None or not isinstance(action, events.BuildSubmission) or last.task != action.task:
             return
-        if is_private(action.manifest) or (action.round is not None and action.above):
+        if kind_of(action.manifest).is_private or (action.round is not None and action.above):
             self._store.outbox.write(last, folder / LAST_SUBMISSION)
 
     def _spawn(self, slot: str) -> Runner:

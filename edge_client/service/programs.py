@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -11,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from protocol.children import end_with
 from protocol.log import event
 from protocol.retry_delay import MAX_DELAY_S, retry_delay_s
 from protocol.threads import start_thread
@@ -117,20 +117,8 @@ def running(
             program.end(until_s=until_s)
 
 
-def end_with_service() -> None:
-    """End this process when its standard input is closed, of which only the service has the other end."""
-
-    def wait() -> None:
-        os.read(0, 1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(GRACE_S)
-        os._exit(1)
-
-    threading.Thread(target=wait, name="service", daemon=True).start()
-
-
 if __name__ == "__main__":
     import runpy
 
-    end_with_service()
+    end_with(0)
     runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)

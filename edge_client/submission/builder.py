@@ -3,25 +3,29 @@
 import contextlib
 import logging
 import time
-from functools import partial
+from collections.abc import Callable, Mapping
+
+import msgspec
 
 from edge_client.agent.events import BuildSubmission
 from edge_client.agent.state import UploadItem
+from edge_client.agent.submission_kinds import GROUPS, PROTOTYPES, ROUNDS, SUMS, SubmissionKind, kind_of
 from edge_client.data.images import NoImages
-from edge_client.privacy.policy import check_task, is_private
+from edge_client.privacy.policy import check_task
+from edge_client.storage.disk_space import require_space
 from edge_client.storage.job_folder import Built, Line, Shown
 from edge_client.storage.stored_values import SubmissionSequence, TaskSubmissions
-from edge_client.submission.image_features import Workspace
+from edge_client.submission.image_features import FoundImages, Workspace
+from edge_client.submission.image_grouping import Grouping, group_images
 from edge_client.submission.prepared_submission import (
     NoPrototype,
     PreparedSubmission,
-    Sealer,
     encode_submission,
-    prepare_prototypes,
+    make_prototypes,
 )
-from edge_client.submission.private_submission import prepare_private
-from edge_client.submission.round_submission import RoundTraining
-from edge_client.submission.statistics_submission import prepare_statistics
+from edge_client.submission.private_submission import make_private_sums
+from edge_client.submission.round_submission import RoundTraining, make_round
+from edge_client.submission.statistics_submission import make_groups, make_sums
 from edge_client.training.trainer import Diverged
 from protocol.cli import plain
 from protocol.errors import (
@@ -33,8 +37,8 @@ from protocol.errors import (
     ProtofleetError,
     StateError,
 )
+from protocol.log import event
 from protocol.wire.codec import digest_of
-from protocol.wire.messages import TaskManifest
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +47,17 @@ MAX_TASKS = 16
 
 _MAY_PASS = (BackboneMismatch, Diverged, GraphRefused, NoImages, NoPrototype, PrivacyRefused)
 """Errors that the next round or task, or more images, can correct."""
+
+Make = Callable[[Workspace, BuildSubmission, FoundImages, Grouping], PreparedSubmission]
+"""Makes a submission of released images, whose features are cached; raises NoPrototype if none is released."""
+
+MAKE: Mapping[SubmissionKind, Make] = {
+    PROTOTYPES: make_prototypes,
+    GROUPS: make_groups,
+    SUMS: make_sums,
+    ROUNDS: make_round,
+}
+"""The grouped kinds; private sums are charged before an image is read, see `make_private_sums`."""
 
 
 class SubmissionBuilder:
@@ -63,152 +78,150 @@ class SubmissionBuilder:
         Raises:
             StateError: the disk fails.
         """
-        workspace, settings = self._workspace, self._workspace.settings
-        workspace.is_incomplete = workspace.awaits_block = False
+        workspace, settings, manifest = self._workspace, self._workspace.settings, build.manifest
         try:
-            check_task(
-                build.manifest, max_epsilon=settings.max_epsilon, second_operator=settings.second_operator
-            )
-            item = self._only_submission(build)
-            if build.round is not None:
-                item = self._rounds.existing_submission(build.task, build.round, above=build.above)
-            if item is not None:
+            check_task(manifest, max_epsilon=settings.max_epsilon, second_operator=settings.second_operator)
+            if (item := self._earlier_submission(build)) is not None:
                 return Built(item=item)
-            if workspace.culprits.suspects and not is_private(
-                build.manifest
-            ):  # decoded after the charge there
+            if workspace.culprits.suspects and kind_of(manifest).is_grouped:  # else decoded after the charge
                 # Outside `run_task`: the task is not to blame for an image.
-                workspace.decode_suspects(workspace.find_images(build.manifest))
-            with workspace.run_task(build.manifest):
+                workspace.decode_suspects(workspace.find_images(manifest).images)
+            with workspace.run_task(manifest):
                 return self._build(build)
         except StateError:
             raise
         except ProtofleetError as error:
-            return Built(
-                item=None,
-                reason=plain(str(error)),
-                may_pass=isinstance(error, _MAY_PASS),
-                retries=isinstance(error, PrivacyFailed)
-                or (isinstance(error, NoPrototype) and workspace.is_incomplete),
-                no_images=isinstance(error, NoImages),
-            )
+            return _refused(error)
 
-    def _build(self, build: BuildSubmission) -> Built:
-        try:
-            prepared = self._prepare(build)
-        except NoPrototype:
-            if (last := self._submission_with_block(build)) is None:
-                raise
-            return Built(item=last, awaits_block=True, retries=self._workspace.is_incomplete)
-        retries = self._workspace.is_incomplete
-        if (last := self._submission_with_block(build)) is not None:
-            report = prepared.report(last.size_bytes)
-            return Built(item=last, report=report, awaits_block=True, retries=retries)
-        item = self._put(build, prepared)
-        return Built(item=item, report=prepared.report(item.size_bytes), retries=retries)
-
-    def _submission_with_block(self, build: BuildSubmission) -> UploadItem | None:
-        """Return the last submission to the same task, which counts while a block awaits an image."""
-        last = self._store.outbox.newest_submission()
-        is_kept = self._workspace.awaits_block and build.round is None and not build.above
-        if not is_kept or self._workspace.dry_run or last is None or last.task != build.task:
-            return None
-        return last
-
-    def _only_submission(self, build: BuildSubmission) -> UploadItem | None:
-        """Return the submission to a task with a second operator, who opens one of each device."""
-        if build.manifest.second_operator is None or build.above or self._workspace.dry_run:
-            return None
-        last = self._store.outbox.newest_submission()
-        if last is None or last.task != build.task:
+    def _earlier_submission(self, build: BuildSubmission) -> UploadItem | None:
+        """Return the submission that counts whatever the images: to a round, or to a second operator's task."""
+        if build.round is not None:
+            return self._rounds.existing_submission(build.task, build.round, above=build.above)
+        last = self._last_submission(build)
+        if build.manifest.second_operator is None or build.above or last is None:
             return None
         with contextlib.suppress(ConfigError):
-            images = self._workspace.find_images(build.manifest)
-            self._workspace.forget_deleted(build.manifest, images)
+            self._workspace.forget_deleted(build.manifest, self._workspace.find_images(build.manifest))
         return last
 
-    def _prepare(self, build: BuildSubmission) -> PreparedSubmission:
-        task, manifest = build.task, build.manifest
-        if is_private(manifest):
-            return prepare_private(self._workspace, task, manifest)
-        found = self._workspace.extract(manifest)
-        if build.round is not None:
-            with contextlib.closing(
-                self._workspace.progress(f"training, round {build.round.number}")
-            ) as progress:
-                return self._rounds.train(
-                    task,
-                    manifest,
-                    build.round,
-                    found=found,
-                    on_progress=progress.update,
-                )
-        if manifest.statistics is not None:
-            return prepare_statistics(self._workspace, manifest, manifest.statistics, found)
-        return prepare_prototypes(self._workspace, manifest, found)
+    def _last_submission(self, build: BuildSubmission) -> UploadItem | None:
+        """Return the last submission, if it is to the same task; a dry run has none."""
+        last = self._store.outbox.newest_submission()
+        return None if self._workspace.dry_run or last is None or last.task != build.task else last
 
-    def _put(self, build: BuildSubmission, prepared: PreparedSubmission) -> UploadItem:
+    def _build(self, build: BuildSubmission) -> Built:
+        workspace, manifest = self._workspace, build.manifest
+        kind = kind_of(manifest)
+        if not kind.is_grouped:
+            return self._put(build, make_private_sums(workspace, build))
+        found = workspace.extract(manifest)
+        grouping = group_images(workspace, manifest, found)
+        leave_groups(workspace, grouping)
+        retries = found.may_pass or grouping.is_incomplete
+        is_kept = grouping.awaits_block and build.round is None and not build.above
+        last = self._last_submission(build) if is_kept else None  # it counts while a block awaits an image
+        try:
+            prepared = MAKE[kind](workspace, build, found, grouping)
+        except NoPrototype as error:
+            if last is None:
+                return msgspec.structs.replace(_refused(error), retries=retries)
+            return Built(item=last, awaits_block=True, retries=retries)
+        if last is not None:
+            report = prepared.report(last.size_bytes)
+            return Built(item=last, report=report, awaits_block=True, retries=retries)
+        return msgspec.structs.replace(self._put(build, prepared), retries=retries)
+
+    def _put(self, build: BuildSubmission, prepared: PreparedSubmission) -> Built:
         """Put a submission into the outbox, or show it; an equal one that is there already stays."""
         outbox, last = self._store.outbox, self._store.outbox.newest_submission()
-        about = prepared.fingerprint if build.round is None else str(build.round.number)
-        encoded = partial(
-            encode_submission,
-            prepared,
-            task=build.task,
-            manifest=build.manifest,
-            round_number=0 if build.round is None else build.round.number,
-            sealer=self._sealer(build.manifest),
-        )
+
+        def encoded(sequence: int) -> bytes:
+            return encode_submission(
+                prepared,
+                task=build.task,
+                manifest=build.manifest,
+                round_number=0 if build.round is None else build.round.number,
+                sequence=sequence,
+            )
+
         if self._workspace.dry_run:
-            payload = encoded(sequence=int(time.time()))  # all of today take the same number of bytes
+            payload = encoded(int(time.time()))  # all of today take the same number of bytes
             self.shown = prepared.shown(len(payload))
-            return UploadItem(digest_of(payload), len(payload), "submission", build.task)
+            item = UploadItem(digest_of(payload), len(payload), "submission", build.task)
+            return Built(item=item, report=prepared.report(item.size_bytes))
+        about = prepared.fingerprint if build.round is None else str(build.round.number)
         valid_for = {build.task, *(build.manifest.continues or ())}
         if last is not None and last.task in valid_for and last.about == about and not build.above:
-            return outbox.assign(last, build.task)
+            item = outbox.assign(last, build.task)
+            return Built(item=item, report=prepared.report(item.size_bytes))
         # After a return to an earlier task an equal submission has the same number and digest: it makes no other head.
         newest = dict(self._store.get(TaskSubmissions).newest)
         sequence, digest = newest.pop(build.task.hex(), (0, ""))
-        if sequence <= build.above or digest_of(payload := encoded(sequence=sequence)).hex() != digest:
+        if sequence <= build.above or digest_of(payload := encoded(sequence)).hex() != digest:
             sequence = self._store.next_number(SubmissionSequence, above=build.above)
-            payload = encoded(sequence=sequence)
-        if build.round is not None:
-            item = self._rounds.store(build.task, build.round, prepared, payload)
+            payload = encoded(sequence)
+        fact: msgspec.Struct
+        if build.round is None:
+            newest = dict([*newest.items()][1 - MAX_TASKS :])
+            fact = TaskSubmissions({**newest, build.task.hex(): (sequence, digest_of(payload).hex())})
         else:
-            kept = {
-                **dict([*newest.items()][1 - MAX_TASKS :]),
-                build.task.hex(): (sequence, digest_of(payload).hex()),
-            }
-            item = outbox.keep(
-                "submission",
-                payload,
-                task=build.task,
-                about=about,
-                facts=(TaskSubmissions(kept),),
-                deletes_keys=prepared.privacy is not None,
-            )
-        cost, block = prepared.privacy, prepared.block
-        self.line = Line(
-            log.name,
-            logging.INFO,
-            "submission built",
-            {
-                "task": build.task.hex()[:12],
-                "round": None if build.round is None else build.round.number,
-                prepared.form.replace(" ", "_") + "s": len(prepared.counts),
-                "block_images": None if block is None else block.images,
-                "directions": None if block is None else len(block.rows),
-                "images": sum(entry.images for entry in prepared.classes),
-                "loss": prepared.loss,
-                "epsilon": None if cost is None else cost.epsilon,
-                "total_epsilon": None if cost is None else cost.total_epsilon,
-                "bytes": len(payload),
-            },
+            fact = self._rounds.put_model(build.task, prepared.local_model)
+        item = outbox.keep(
+            "submission",
+            payload,
+            task=build.task,
+            about=about,
+            facts=(fact,),
+            deletes_keys=prepared.privacy is not None,
         )
-        return item
+        self.line = _line(build, prepared, item)
+        return Built(item=item, report=prepared.report(item.size_bytes))
 
-    def _sealer(self, manifest: TaskManifest) -> Sealer | None:
-        if manifest.second_operator is None:
-            return None
-        settings = self._workspace.settings
-        return Sealer(settings.device_id, self._workspace.sealing_key, settings.min_devices or 2)
+
+def leave_groups(workspace: Workspace, grouping: Grouping) -> None:
+    """Leave the groups, and the files of new blocks, for the state; a dry run leaves nothing.
+
+    Raises:
+        StateError: the disk fails, or has too little space.
+    """
+    store = workspace.store
+    if not workspace.dry_run:
+        for content in grouping.files:
+            require_space(store.folder, len(content), what="the coefficients of a block")
+            store.blobs.put(content)
+        store.image_groups.write(grouping.before, grouping.partition)
+        store.clock.keep()
+    for each in grouping.lost:
+        text = "block dissolved into batches"
+        event(log, logging.WARNING, text, images=len(each.members), reason=each.reason)
+
+
+def _refused(error: ProtofleetError) -> Built:
+    return Built(
+        item=None,
+        reason=plain(str(error)),
+        may_pass=isinstance(error, _MAY_PASS),
+        retries=isinstance(error, PrivacyFailed),
+        no_images=isinstance(error, NoImages),
+    )
+
+
+def _line(build: BuildSubmission, prepared: PreparedSubmission, item: UploadItem) -> Line:
+    cost, block = prepared.privacy, prepared.block
+    return Line(
+        log.name,
+        logging.INFO,
+        "submission built",
+        {
+            "task": build.task.hex()[:12],
+            "round": None if build.round is None else build.round.number,
+            prepared.form.replace(" ", "_") + "s": len(prepared.counts),
+            "block_images": None if block is None else block.images,
+            "directions": None if block is None else len(block.rows),
+            "images": sum(entry.images for entry in prepared.classes),
+            "loss": prepared.loss,
+            "epsilon": None if cost is None else cost.epsilon,
+            "total_epsilon": None if cost is None else cost.total_epsilon,
+            "bytes": item.size_bytes,
+        },
+    )

@@ -18,7 +18,7 @@ class DistinctImages:
     """The training images that were found, by the digests of their pixels."""
 
     def __init__(self, workspace: Workspace, task: TaskManifest, found: FoundImages) -> None:
-        self._workspace, self._task = workspace, task
+        self._task, self._unknown_names = task, found.scan.unknown_names
         self._label_of = {name: label for label, name in enumerate(task.classes)}
         keys = workspace.cache.contents()
         self._images: dict[Key, dict[str, LabeledImage]] = {}
@@ -30,14 +30,13 @@ class DistinctImages:
         usable = {image.relative for image in found.usable}
         self.replaced = {key for relative, key in workspace.cache.replaced().items() if relative in usable}
         self.places = {key: tuple(places) for key, places in self._images.items()}
-        there = {keys[identity] for identity in workspace.scan.identities if identity in keys}
+        there = {keys[identity] for identity in found.scan.identities if identity in keys}
         self.unusable = there - self.places.keys()
 
     def seen(self, partition: Partition) -> set[str]:
         """Return the task's classes, and those of blocks that are no folder or label any more."""
-        unknown = self._workspace.scan.unknown_names
         names = {group.name for group in partition.groups.values()} | {*partition.moved.values()}
-        return {*self._task.classes, *(name for name in names if normal(name) not in unknown)}
+        return {*self._task.classes, *(name for name in names if normal(name) not in self._unknown_names)}
 
     def image(self, key: Key, name: str) -> LabeledImage:
         """Return an image as one of a class, in which it may not lie."""

@@ -8,6 +8,7 @@ import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
+from edge_client.agent.submission_kinds import kind_of
 from edge_client.data.class_prior import MAX_VALUES, adjusted, choose, label_shares
 from edge_client.predict.head import Head
 from edge_client.submission.image_features import Workspace, backbone_digests
@@ -44,7 +45,7 @@ def evaluate_head(
     answers = count_answers(workspace, head, manifest, members=members, found=found, bins=bins)
     correct = correct_answers(answers)
     incorrect = (total - count for total, count in zip(totals, correct, strict=True))
-    has_bins = manifest.program is None and any(totals)
+    has_bins = not kind_of(manifest).in_rounds and any(totals)
     return Evaluation(
         task=task,
         head_version=version,
@@ -161,7 +162,7 @@ def held_out_images(workspace: Workspace, manifest: TaskManifest) -> list[list[s
     if workspace.is_bounded(manifest):
         return members
     try:
-        images = workspace.find_images(manifest)
+        images = workspace.find_images(manifest).images
     except ConfigError as error:
         event(log, logging.WARNING, "no image to evaluate the head on", error=error)
         return members

@@ -12,13 +12,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_client.agent.submission_kinds import kind_of
 from edge_client.config import Settings
 from edge_client.data.extraction import ISOLATED, Alter, Isolate, decode_suspects, extract
 from edge_client.data.holdout import held_out
 from edge_client.data.image_scanner import Scan, path_of
 from edge_client.data.images import LabeledImage, NoImages, name_some
 from edge_client.privacy.perturbation import cache_tag, perturb_image
-from edge_client.privacy.policy import FAILED, is_bounded, is_private
+from edge_client.privacy.policy import FAILED, is_bounded
 from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.runtime.session import Provider
 from edge_client.storage.culprits import MAX_DEATHS, Culprits, task_key
@@ -44,6 +45,10 @@ class FoundImages:
     unusable: tuple[tuple[Path, str], ...]
     held_out: frozenset[str] = frozenset()
     """Relative paths of the images that are held out."""
+    scan: Scan = field(default_factory=Scan)
+    """The scan of the data folder that found them."""
+    may_pass: bool = False
+    """True if a later build may use images that are unusable now, although no file changes."""
 
     def of_class(self, label: int) -> list[LabeledImage]:
         """Return the usable images of a class."""
@@ -71,19 +76,11 @@ class Workspace:
     culprits: Culprits = field(default_factory=Culprits)
     charge: Callable[[Charge], Grant] | None = None
     """Charges a release under differential privacy."""
-    sealing_key: bytes = field(default=b"", repr=False)
-    """The device's private key, with which masks are sealed, once a release was granted."""
     show_progress: Callable[[Doing], None] = lambda _: None
     open_backbones: dict[tuple[str, Provider], Backbone] = field(default_factory=dict)
     """Backbones by digest in hex and provider, which stay open for the next job."""
     isolate: Isolate = Backbone.isolated
     """Runs backbones under differential privacy."""
-    is_incomplete: bool = field(default=False, init=False)
-    """True if a later build may use images that the last one could not, although no file changes."""
-    scan: Scan = field(default_factory=Scan, init=False)
-    """The last scan of the data folder."""
-    awaits_block: bool = field(default=False, init=False)
-    """True if the last build was made without a block that awaits an image."""
 
     @contextlib.contextmanager
     def run_task(
@@ -127,7 +124,11 @@ class Workspace:
         """
         isolate = self.isolate if self.is_bounded(manifest) else nullcontext
         for number, blob in enumerate(manifest.backbones):
-            backbone = self._open(blob, manifest) if manifest.program else self.backbones(manifest)[number]
+            backbone = (
+                self._open(blob, manifest)
+                if kind_of(manifest).in_rounds
+                else self.backbones(manifest)[number]
+            )
             spec = backbone.metadata.preprocessing
             with isolate(backbone) as isolated:
                 isolated.features(np.zeros((1, spec.height, spec.width, 3), np.uint8))
@@ -136,29 +137,25 @@ class Workspace:
         """Return what shows the progress of something."""
         return JobProgress(label, self.show_progress)
 
-    def find_images(self, manifest: TaskManifest) -> tuple[LabeledImage, ...]:
-        """Find the complete images; what is left out is stored for `edge-client status`.
+    def find_images(self, manifest: TaskManifest) -> Scan:
+        """Return a scan of the complete images; what is left out is stored for `edge-client status`.
 
         Raises:
             ConfigError: the data folder cannot be read.
         """
-        self.scan = scan = self.find(manifest.classes)
+        scan = self.find(manifest.classes)
         if scan.problem:
             raise ConfigError(scan.problem)
         self._note(LeftOut(scan.unknown, scan.skipped, self.store.get(LeftOut).unusable))
-        return scan.images
+        return scan
 
     def _note(self, left_out: LeftOut) -> None:
         """Store what is left out for `edge-client status`, if it has changed."""
         if not self.dry_run and left_out != self.store.get(LeftOut):
             self.store.set(left_out)
 
-    def extract(
-        self,
-        manifest: TaskManifest,
-        images: tuple[LabeledImage, ...] | None = None,
-    ) -> FoundImages:
-        """Put the features of all images, or of those that were found before, into the cache.
+    def extract(self, manifest: TaskManifest, scan: Scan | None = None) -> FoundImages:
+        """Put the features of all images, or of those of an earlier scan, into the cache.
 
         If the task perturbs images, training images are perturbed and held-out images are not. Under differential
         privacy each image is computed in a process of its own, and no image is held out: which ones are depends on
@@ -170,38 +167,40 @@ class Workspace:
             PrivacyRefused: the task perturbs images, and there is no secret.
             BlobLost: a backbone was damaged on disk.
         """
-        opened = {} if manifest.program else {each.sha256: each for each in self.backbones(manifest)}
+        kind = kind_of(manifest)
+        opened = {} if kind.in_rounds else {each.sha256: each for each in self.backbones(manifest)}
         alter, settings = _perturbation(manifest, self.secret(manifest)), self.settings
-        images = self.find_images(manifest) if images is None else images
-        if not images and not is_private(manifest):
-            left_out = f"; left out: {name_some(self.scan.unknown)}" if self.scan.unknown else ""
+        scan = self.find_images(manifest) if scan is None else scan
+        images = scan.images
+        if not images and not kind.is_private:
+            left_out = f"; left out: {name_some(scan.unknown)}" if scan.unknown else ""
             raise NoImages(
                 f"no image of the task's classes ({name_some(manifest.classes)}) in {settings.data}{left_out}: this "
                 "device uploads nothing, and receives heads"
             )
-        self.forget_deleted(manifest, images)
+        self.forget_deleted(manifest, scan)
         kept = self._held_out(manifest, images)
-        unusable = self._compute(manifest, opened, images, kept, alter)
+        unusable, may_pass = self._compute(manifest, opened, images, kept, alter)
         if (now := self._held_out(manifest, images)) != kept:  # a new file shows an image that is in a group
             kept = now
             if alter is not None:
-                unusable = self._compute(manifest, opened, images, kept, alter)
+                unusable, may_pass = self._compute(manifest, opened, images, kept, alter)
         useless = {path for path, _ in unusable}
         named = tuple((plain(str(path)), plain(reason)) for path, reason in sorted(unusable))
-        self._note(LeftOut(self.scan.unknown, self.scan.skipped, named))
+        self._note(LeftOut(scan.unknown, scan.skipped, named))
         usable = tuple(image for image in images if image.path not in useless)
-        return FoundImages(usable, tuple(sorted(unusable)), kept)
+        return FoundImages(usable, tuple(sorted(unusable)), kept, scan, may_pass)
 
-    def forget_deleted(self, manifest: TaskManifest, images: Sequence[LabeledImage]) -> None:
+    def forget_deleted(self, manifest: TaskManifest, scan: Scan) -> None:
         """Delete the features of images that do not exist any more, and note the images that were replaced."""
-        paths, identities = {image.relative for image in images}, {image.identity for image in images}
+        paths, identities = {image.relative for image in scan.images}, {*scan.identities}
         before = {path_of(identity): identity for identity in self.cache.contents()}
         replaced = {
             path: identity
             for path, identity in before.items()
             if path in paths and identity not in identities
         }
-        identities |= {identity for path, identity in before.items() if path in self.scan.being_written}
+        identities |= {identity for path, identity in before.items() if path in scan.being_written}
         keys = (*backbone_digests(manifest), *training_feature_keys(manifest))
         self.cache.prune(identities, *keys, replaced=replaced)
 
@@ -212,8 +211,12 @@ class Workspace:
         images: Sequence[LabeledImage],
         kept: frozenset[str],
         alter: tuple[str, Alter] | None,
-    ) -> list[tuple[Path, str]]:
-        """Put features into the cache, of altered images unless they are kept; return unusable images with reasons."""
+    ) -> tuple[list[tuple[Path, str]], bool]:
+        """Put features into the cache, of altered images unless they are kept.
+
+        Returns the unusable images with reasons, and whether a reason may pass by itself.
+        """
+        kind, may_pass = kind_of(manifest), False
         blobs = {blob.digest.hex(): blob for blob in manifest.backbones}
         parts: dict[bool, list[LabeledImage]] = {False: [], True: []}
         for image in images:
@@ -229,21 +232,21 @@ class Workspace:
                     backbone_digests(manifest),
                     self.cache,
                     open_backbone=lambda digest: (
-                        self._open(blobs[digest], manifest) if manifest.program else opened[digest]
+                        self._open(blobs[digest], manifest) if kind.in_rounds else opened[digest]
                     ),
                     batch_size=self.settings.batch_size,
                     on_progress=reporter.advance,
                     culprits=self.culprits,
                     alter=alter if is_altered else None,
-                    isolate=self.isolate if is_private(manifest) else None,
+                    isolate=self.isolate if kind.is_private else None,
                 )
                 unusable += extraction.refused
                 # Under differential privacy each build is charged, and which images fail must not be seen.
-                self.is_incomplete |= extraction.may_pass and not is_private(manifest)
-        return unusable
+                may_pass |= extraction.may_pass and not kind.is_private
+        return unusable, may_pass
 
     def _held_out(self, manifest: TaskManifest, images: Sequence[LabeledImage]) -> frozenset[str]:
-        return frozenset() if is_private(manifest) else self.held_out(images)
+        return frozenset() if kind_of(manifest).is_private else self.held_out(images)
 
     def held_out(self, images: Sequence[LabeledImage]) -> frozenset[str]:
         """Return the relative paths of the images that are held out; none that is in a group."""
@@ -317,7 +320,7 @@ def backbone_digests(task: TaskManifest) -> list[str]:
 def training_feature_keys(task: TaskManifest) -> list[str]:
     """Return the cache keys of the training images' features, which may be perturbed or computed in isolation."""
     how = task.perturbation
-    tag = cache_tag(how) if how and how.on == "images" else ISOLATED if is_private(task) else ""
+    tag = cache_tag(how) if how and how.on == "images" else ISOLATED if kind_of(task).is_private else ""
     return [digest + tag for digest in backbone_digests(task)]
 
 

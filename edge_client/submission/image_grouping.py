@@ -1,34 +1,29 @@
 """The groups and blocks of images that submissions and rounds are made of."""
 
 import hmac
-import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count, repeat
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_client.agent.submission_kinds import kind_of
 from edge_client.data.images import LabeledImage
 from edge_client.data.outlier_filter import closest_features
 from edge_client.data.principal_prototypes import MOST_FEATURE_VALUES, coefficients, most_rows, rows_within
 from edge_client.privacy import image_blocks
 from edge_client.privacy.image_blocks import Dissolved
 from edge_client.privacy.image_groups import more_needed, pack, regroup
-from edge_client.privacy.policy import is_private
-from edge_client.storage.disk_space import require_space
 from edge_client.storage.image_group_record import Block, Key, Partition
 from edge_client.submission.distinct_images import DistinctImages, Images
 from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
 from protocol.errors import BlobLost
-from protocol.log import event
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import TaskManifest
 from protocol.wire.principal_prototypes import MAX_VALUES, MIN_BLOCK_IMAGES, MIN_GROUP_IMAGES
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,18 +58,35 @@ class ReleasedBlock:
 
 @dataclass(frozen=True)
 class Grouping:
-    """The images of a device that are released: of each class, and in blocks, which only tasks with blocks have."""
+    """The images of a device that are released: of each class, and in blocks, which only tasks with blocks have.
+
+    Nothing of them may leave the device before the groups are recorded: `partition`, and the files of new blocks.
+    """
 
     classes: list[ReleasedImages]
-    blocks: list[ReleasedBlock] = field(default_factory=list)
-    dissolved: int = 0
-    """Images in groups of dissolved blocks, and those that joined them since."""
+    blocks: list[ReleasedBlock]
+    before: Partition
+    """The groups that were recorded."""
+    partition: Partition
+    files: list[bytes]
+    """The coefficients of new blocks."""
+    lost: list[Dissolved]
+    """Blocks that are dissolved."""
+    is_incomplete: bool
+    """True if images are awaited: a later build may do without them."""
+    awaits_block: bool
+    """True if a block that suits the task is left out until an image of it is there again."""
+
+    @property
+    def dissolved(self) -> int:
+        """The images in groups of dissolved blocks, and those that joined them since."""
+        groups = self.partition.groups.values()
+        return sum(len(group.images) for group in groups if group.name and not group.block)
 
 
 def _block_size(workspace: Workspace, task: TaskManifest) -> int:
     """Return the values of a task's principal prototypes; 0 if its submissions have none."""
-    is_plain = task.program is None and task.statistics is None and task.perturbation is None
-    if not task.accepts_blocks or not is_plain or is_private(task):
+    if not task.accepts_blocks or not kind_of(task).has_blocks or task.perturbation is not None:
         return 0
     size = sum(_widths(workspace, task))
     size = sum(end - start for start, end in task.columns) if task.columns else size
@@ -82,23 +94,23 @@ def _block_size(workspace: Workspace, task: TaskManifest) -> int:
 
 
 def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -> Grouping:
-    """Group the training images, record the groups, and return the released images of each class, and blocks.
+    """Group the training images, and return the released images of each class, and blocks.
 
     Images of the same pixels are one image, in the first of its classes; one that is in a block stays in the class in
     which it was counted, and a group of a dissolved block is in the class of most of its images. To a task without
-    blocks, a block's classes are prototypes. A dry run records nothing.
+    blocks, a block's classes are prototypes.
 
     Raises:
         ProtofleetError: a feature is not finite.
         StateError: the disk fails.
     """
     scan = DistinctImages(workspace, task, found)
-    before, clock = workspace.store.image_groups.read(), workspace.store.clock
+    before = workspace.store.image_groups.read()
     partition, lost = image_blocks.after_scan(
         before,
         scan.places,
         seen=scan.seen(before),
-        now_s=clock.now_s(),
+        now_s=workspace.store.clock.now_s(),
         replaced=scan.replaced,
         unusable=scan.unusable,
     )
@@ -107,7 +119,7 @@ def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -
             rows = _rows(workspace.store.blobs.read(each.block.digest), each.members)
             partition = image_blocks.with_leftovers(partition, each, rows, scan.places.keys())
     partition, files, damaged = _with_files(workspace, partition)
-    workspace.is_incomplete |= bool(partition.awaited)
+    is_incomplete = bool(partition.awaited)
     by_label = scan.by_label(partition)
     new = [_closest_new(workspace, task, by_key, partition) for by_key in by_label]
     if _block_size(workspace, task):
@@ -115,14 +127,20 @@ def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -
         files |= made
     for label, by_key in enumerate(by_label):
         partition = _regrouped(workspace, task, label, by_key, new[label], partition)
-    grouping, after = _released(workspace, task, scan, by_label, new, partition, files)
-    if not workspace.dry_run:
-        _record(workspace, before, after, files)
-        clock.keep()
-    for each in (*lost, *damaged):
-        text = "block dissolved into batches"
-        event(log, logging.WARNING, text, images=len(each.members), reason=each.reason)
-    return grouping
+    classes, blocks, awaits_block, partition = _released(
+        workspace, task, scan, by_label, new, partition, files
+    )
+    recorded = before.blocks
+    return Grouping(
+        classes=classes,
+        blocks=blocks,
+        before=before,
+        partition=partition,
+        files=[_packed(files[at]) for at, block in partition.blocks.items() if block != recorded.get(at)],
+        lost=[*lost, *damaged],
+        is_incomplete=is_incomplete,
+        awaits_block=awaits_block,
+    )
 
 
 def _with_files(
@@ -143,17 +161,6 @@ def _with_files(
     return partition, files, damaged
 
 
-def _record(
-    workspace: Workspace, before: Partition, after: Partition, files: Mapping[int, NDArray[np.float16]]
-) -> None:
-    store = workspace.store
-    for number in (each for each, block in after.blocks.items() if block != before.blocks.get(each)):
-        content = _packed(files[number])
-        require_space(store.folder, len(content), what="the coefficients of a block")
-        store.blobs.put(content)
-    store.image_groups.write(before, after)
-
-
 def _rows(content: bytes, members: Collection[Key]) -> NDArray[np.float16]:
     return np.frombuffer(content, "<f2").reshape(-1, len(members))
 
@@ -166,7 +173,7 @@ def _closest_new(workspace: Workspace, task: TaskManifest, by_key: Images, parti
     """Return the images of a class that were in no group before, and that the task's outlier filter keeps."""
     images = sorted(by_key.items(), key=lambda each: each[1].relative)
     new = [key for key, _ in images if key not in partition.number_of]
-    if new and task.program is None:
+    if new and kind_of(task).filters_outliers:
         closest = _closest(workspace, task, [image for _, image in images])
         is_new = set(new)
         new = [key for (key, _), is_close in zip(images, closest, strict=True) if is_close and key in is_new]
@@ -255,9 +262,10 @@ def _released(
     new: Sequence[Sequence[Key]],
     partition: Partition,
     files: Mapping[int, NDArray[np.float16]],
-) -> tuple[Grouping, Partition]:
-    """Return what is released, and the partition that notes it."""
+) -> tuple[list[ReleasedImages], list[ReleasedBlock], bool, Partition]:
+    """Return the released images of each class, the blocks, if one awaits an image, and the partition that notes it."""
     blocks: list[ReleasedBlock] = []
+    awaits_block = False
     awaited, unused = Counter[str](), Counter[str]()
     least, block_size = _least(task), _block_size(workspace, task)
     for number in partition.blocks:
@@ -267,7 +275,7 @@ def _released(
         if not suits or not members.keys() <= scan.places.keys():
             unused.update(name for key, name in names.items() if key in scan.places)
             awaited.update(names[key] for key in partition.awaited & members.keys())
-            workspace.awaits_block |= suits and not partition.awaited.isdisjoint(members)
+            awaits_block |= suits and not partition.awaited.isdisjoint(members)
             continue
         images = tuple(scan.image(key, name) for key, name in names.items())
         labels = np.array([image.label for image in images], np.int64)
@@ -286,10 +294,7 @@ def _released(
         else:
             each = _with_classes_of_blocks(each, in_class, batch_size=task.batch_size)
         classes.append(replace(each, missing=each.missing + awaited[name], unused=unused[name]))
-    dissolved = sum(
-        len(group.images) for group in partition.groups.values() if group.name and not group.block
-    )
-    return Grouping(classes, blocks if block_size else [], dissolved), partition
+    return classes, blocks if block_size else [], awaits_block, partition
 
 
 def _released_groups(

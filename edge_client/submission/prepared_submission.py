@@ -11,11 +11,13 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from edge_client.agent.events import BuildSubmission
+from edge_client.agent.submission_kinds import kind_of
 from edge_client.data.principal_prototypes import principal_prototypes
 from edge_client.data.prototype_averaging import average
 from edge_client.privacy.noise_key import subkey
 from edge_client.privacy.perturbation import MAX_FLOAT16, perturb_prototypes
-from edge_client.privacy.policy import FAILED, is_private
+from edge_client.privacy.policy import FAILED
 from edge_client.storage.job_folder import Shown
 from edge_client.storage.stored_values import ClassReport, SubmissionForm, SubmissionReport
 from edge_client.submission.image_features import (
@@ -24,7 +26,7 @@ from edge_client.submission.image_features import (
     prototype_columns,
     training_feature_keys,
 )
-from edge_client.submission.image_grouping import ReleasedBlock, ReleasedImages, group_images
+from edge_client.submission.image_grouping import Grouping, ReleasedBlock, ReleasedImages
 from edge_client.training.local_round import LocalModel
 from protocol.cli import counted, plain
 from protocol.errors import PrivacyRefused, ProtofleetError
@@ -41,6 +43,19 @@ from protocol.wire.messages import (
 )
 from protocol.wire.principal_prototypes import PrincipalPrototypes, joined
 from protocol.wire.quantization import submission_fields
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What a release is masked with: a key of its own, and the device that seals the mask.
+
+    `signing_key` is the device's private key, and `min_devices` the submissions that it wants in a sum.
+    """
+
+    key: bytes = field(repr=False)
+    device: str
+    signing_key: bytes = field(repr=False)
+    min_devices: int = 2
 
 
 class NoPrototype(ProtofleetError):
@@ -76,8 +91,8 @@ class PreparedSubmission:
     block: PrincipalPrototypes | None = None
     moved: int = 0
     dissolved: int = 0
-    mask_key: bytes = field(default=b"", repr=False)
-    """Secret, of this release only: masks are derived from it, if the task has a second operator."""
+    mask: "Mask | None" = None
+    """What hides the values, if the task has a second operator."""
 
     @property
     def fingerprint(self) -> str:
@@ -92,9 +107,8 @@ class PreparedSubmission:
     def report(self, size_bytes: int) -> SubmissionReport:
         """Return the report that `edge-client status` shows."""
         unusable = tuple((plain(str(path)), plain(reason)) for path, reason in self.unusable)
-        is_private = self.privacy is not None
         return SubmissionReport(
-            *(self.classes, unusable, size_bytes, self.form, self.warning, "", is_private),
+            *(self.classes, unusable, size_bytes, self.form, self.warning, "", self.privacy is not None),
             directions=0 if self.block is None else len(self.block.rows),
             moved=self.moved,
             dissolved=self.dissolved,
@@ -119,15 +133,17 @@ class PreparedSubmission:
         return replace(shown, block_images=block.images, means=len(block.means), directions=len(block.rows))
 
 
-def prepare_prototypes(workspace: Workspace, task: TaskManifest, found: FoundImages) -> PreparedSubmission:
-    """Filter, group and sum up the training images, and perturb the prototypes if the task asks for it.
+def make_prototypes(
+    workspace: Workspace, build: BuildSubmission, found: FoundImages, grouping: Grouping
+) -> PreparedSubmission:
+    """Sum up the groups and blocks of training images, and perturb the prototypes if the task asks for it.
 
     Raises:
         NoPrototype: no class has enough images.
         ProtofleetError: the features exceed float16.
         PrivacyRefused: the task perturbs prototypes, and there is no secret.
     """
-    grouping, secret = group_images(workspace, task, found), workspace.secret(task)
+    task, secret = build.manifest, workspace.secret(build.manifest)
     made = [
         _class_prototypes(workspace, task, label, each, secret) for label, each in enumerate(grouping.classes)
     ]
@@ -219,7 +235,7 @@ def _require_prototype(task: TaskManifest, reports: Sequence[ClassReport], found
         )
     most = max(reports, key=lambda report: report.images)
     # The smallest number of images of which the fraction `alpha`, rounded up, is the number after it.
-    alpha = Fraction(1) if task.program else Fraction(str(task.alpha))
+    alpha = Fraction(str(task.alpha)) if kind_of(task).filters_outliers else Fraction(1)
     needed, more = (math.floor((kept - 1) / alpha) + 1 for kept in (task.min_images, most.more_needed))
     if most.images - most.held_out >= needed:
         raise NoPrototype(
@@ -233,15 +249,6 @@ def _require_prototype(task: TaskManifest, reports: Sequence[ClassReport], found
     )
 
 
-@dataclass(frozen=True)
-class Sealer:
-    """A device's part of a mask: its name, its private key, and the submissions that it wants in a sum."""
-
-    device: str
-    signing_key: bytes = field(repr=False)
-    min_devices: int = 2
-
-
 def encode_submission(
     prepared: PreparedSubmission,
     *,
@@ -249,7 +256,6 @@ def encode_submission(
     manifest: TaskManifest,
     sequence: int,
     round_number: int = 0,
-    sealer: Sealer | None = None,
 ) -> bytes:
     """Return the encoded submission, for the round of that number if the task has rounds.
 
@@ -257,16 +263,17 @@ def encode_submission(
         PrivacyRefused: exactly one of the task and the submission has differential privacy, or the task has a second
             operator, and there is nothing to mask with.
     """
-    private = is_private(manifest)
-    if private != (prepared.privacy is not None) or (private and prepared.loss is not None):
+    kind = kind_of(manifest)
+    is_private = kind.is_private
+    if is_private != (prepared.privacy is not None) or (is_private and prepared.loss is not None):
         raise PrivacyRefused(FAILED)
-    if manifest.program is None and manifest.statistics is None:
+    if kind.is_quantized:
         fields = submission_fields(manifest, prepared.prototypes, prepared.block)
     else:
         fields = {"prototypes": to_tensor(prepared.prototypes), "tensors": dict(prepared.tensors)}
     operator, counts = manifest.second_operator, prepared.counts
     if operator is not None:
-        fields = _masked(prepared, operator, sealer, task=task, manifest=manifest, sequence=sequence)
+        fields = _masked(prepared, operator, task=task, manifest=manifest, sequence=sequence)
         counts = np.ones_like(counts)
     images = sum(each.images for each in prepared.classes)
     omitted = tuple(manifest.classes.index(report.name) for report in prepared.classes if report.left_out)
@@ -276,8 +283,8 @@ def encode_submission(
             sequence=sequence,
             labels=to_unsigned(prepared.labels),
             counts=to_unsigned(counts),
-            images=min(int(counts.sum()) if private else images, MAX_IMAGES),
-            omitted_classes=() if private else omitted,
+            images=min(int(counts.sum()) if is_private else images, MAX_IMAGES),
+            omitted_classes=() if is_private else omitted,
             round=round_number,
             loss=prepared.loss,
             privacy=prepared.privacy,
@@ -289,30 +296,29 @@ def encode_submission(
 def _masked(
     prepared: PreparedSubmission,
     operator: SecondOperator,
-    sealer: Sealer | None,
     *,
     task: bytes,
     manifest: TaskManifest,
     sequence: int,
 ) -> dict[str, Any]:
     """Return the masked fields of a submission and its mask; the same number of one release gives the same bytes."""
-    if sealer is None or not prepared.mask_key:
+    if (mask := prepared.mask) is None:
         raise PrivacyRefused(FAILED)
     names = ("counts", "prototypes", "second_moment")
     arrays = {"prototypes": prepared.prototypes} | {
         name: to_array(each) for name, each in prepared.tensors.items()
     }
-    context = submission_context(fleet=manifest.fleet, task=task, device=sealer.device, sequence=sequence)
-    seed = subkey(prepared.mask_key, context)
+    context = submission_context(fleet=manifest.fleet, task=task, device=mask.device, sequence=sequence)
+    seed = subkey(mask.key, context)
     hidden = dict(zip(names, map(to_tensor, masked([arrays[name] for name in names], seed)), strict=True))
-    mask = sealed_mask(
+    sealed = sealed_mask(
         seed,
         seal_key=operator.seal_key,
-        min_devices=max(operator.min_devices, sealer.min_devices),
-        signing_key=sealer.signing_key,
+        min_devices=max(operator.min_devices, mask.min_devices),
+        signing_key=mask.signing_key,
         context=context,
     )
-    return {"prototypes": hidden.pop("prototypes"), "tensors": hidden, "mask": mask}
+    return {"prototypes": hidden.pop("prototypes"), "tensors": hidden, "mask": sealed}
 
 
 def _class_prototypes(

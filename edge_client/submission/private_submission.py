@@ -15,6 +15,8 @@ import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
+from edge_client.agent.events import BuildSubmission
+from edge_client.data.image_scanner import Scan
 from edge_client.data.images import LabeledImage
 from edge_client.privacy.noise_key import subkey
 from edge_client.privacy.policy import FAILED, SUBMITTED
@@ -28,7 +30,7 @@ from edge_client.submission.image_features import (
     Workspace,
     training_feature_keys,
 )
-from edge_client.submission.prepared_submission import PreparedSubmission
+from edge_client.submission.prepared_submission import Mask, PreparedSubmission
 from protocol.errors import GraphRefused, PrivacyFailed, PrivacyRefused
 from protocol.log import event
 from protocol.statistics.noisy_sums import UNITS, share_of_noise
@@ -40,7 +42,7 @@ from protocol.wire.messages import MAX_IMAGES, Privacy, Submission, TaskManifest
 log = logging.getLogger(__name__)
 
 
-def prepare_private(workspace: Workspace, task: bytes, manifest: TaskManifest) -> PreparedSubmission:
+def make_private_sums(workspace: Workspace, build: BuildSubmission) -> PreparedSubmission:
     """Return noisy sums of all images; the same images give the same release again.
 
     Images of equal pixels are one image, in the first of its classes. The release is charged before a backbone runs on
@@ -56,11 +58,12 @@ def prepare_private(workspace: Workspace, task: bytes, manifest: TaskManifest) -
             nothing about images.
         DiskAlmostFull: there is too little space; the release stays charged, and is the same once there is.
     """
-    backbones, images = workspace.backbones(manifest), workspace.find_images(manifest)
+    manifest = build.manifest
+    backbones, scan = workspace.backbones(manifest), workspace.find_images(manifest)
     try:
         size = sum(each.metadata.feature_size for each in backbones)
         public = _public_map(workspace, manifest, feature_size=size)
-        return _prepare(workspace, task, manifest, images, public=public)
+        return _make(workspace, build, scan, public=public)
     except (GraphRefused, PrivacyRefused, DiskAlmostFull):
         raise
     except Exception as error:
@@ -79,25 +82,21 @@ def _public_map(workspace: Workspace, manifest: TaskManifest, *, feature_size: i
     return public
 
 
-def _prepare(
-    workspace: Workspace,
-    task: bytes,
-    manifest: TaskManifest,
-    images: tuple[LabeledImage, ...],
-    *,
-    public: PublicMap,
+def _make(
+    workspace: Workspace, build: BuildSubmission, scan: Scan, *, public: PublicMap
 ) -> PreparedSubmission:
+    manifest, images = build.manifest, scan.images
     wanted, operator, charge = manifest.differential_privacy, manifest.second_operator, workspace.charge
     if wanted is None or charge is None:
         raise PrivacyFailed(FAILED)
-    workspace.forget_deleted(manifest, images)  # also if the budget is spent
+    workspace.forget_deleted(manifest, scan)  # also if the budget is spent
     labels = digest_of(",".join(str(image.label) for image in images).encode())
     listed = Charge(labels, digest_of(_digest_of_names(images)))
     release = charge(listed).release
     workspace.decode_suspects(images)
     if release.content is None and not workspace.dry_run:
         workspace.cache.forget_unusable(*training_feature_keys(manifest))
-    found = workspace.extract(manifest, images)
+    found = workspace.extract(manifest, scan)
     members = [list(by_key.values()) for by_key in DistinctImages(workspace, manifest, found).by_label()]
     content, rows = hashlib.sha256(), []
     for of_class in members:  # the features of all classes are not in memory at once
@@ -107,7 +106,7 @@ def _prepare(
         content.update(_digest_of_names(of_class) + hashlib.sha256(rows[-1].tobytes()).digest())
     granted = charge(msgspec.structs.replace(listed, content=content.digest()))
     if granted.release.key is None:
-        return _again(workspace, task, manifest, found)
+        return _again(workspace, build, found)
     key = subkey(granted.release.key, content.digest())
     sums = noisy_sums(
         np.concatenate(rows),
@@ -119,15 +118,17 @@ def _prepare(
         key=subkey(key, b"sums"),
     )
     prepared = _prepared(manifest, found, sums, granted.privacy)
-    return replace(prepared, mask_key=subkey(key, b"mask")) if operator else prepared
+    if operator is None:
+        return prepared
+    settings = workspace.settings
+    mask = Mask(subkey(key, b"mask"), settings.device_id, granted.signing_key, settings.min_devices or 2)
+    return replace(prepared, mask=mask)
 
 
-def _again(
-    workspace: Workspace, task: bytes, manifest: TaskManifest, found: FoundImages
-) -> PreparedSubmission:
+def _again(workspace: Workspace, build: BuildSubmission, found: FoundImages) -> PreparedSubmission:
     """Return a release whose noise key is deleted, as it was submitted."""
     item = workspace.store.outbox.newest_submission()
-    payload = None if item is None or item.task != task else workspace.store.outbox.payload(item)
+    payload = None if item is None or item.task != build.task else workspace.store.outbox.payload(item)
     if payload is None:
         raise PrivacyFailed(FAILED)
     submitted = decode(payload, Submission, max_bytes=len(payload))
@@ -138,7 +139,7 @@ def _again(
         prototypes=to_array(submitted.prototypes),
         labels=to_array(submitted.labels).astype(np.uint32),
         counts=counts,
-        classes=_reports(manifest, found, counts),
+        classes=_reports(build.manifest, found, counts),
         unusable=found.unusable,
         tensors=submitted.tensors,
         privacy=submitted.privacy,

@@ -1,12 +1,14 @@
 """The device's part in rounds: training with checkpoints, and the local model that stays on the device."""
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
+from edge_client.agent.events import BuildSubmission
 from edge_client.agent.state import UploadItem
 from edge_client.data.images import LabeledImage
 from edge_client.storage.disk_space import require_space
@@ -17,18 +19,25 @@ from edge_client.storage.stored_values import (
     SubmissionSequence,
 )
 from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
-from edge_client.submission.image_grouping import group_images
+from edge_client.submission.image_grouping import Grouping
 from edge_client.submission.prepared_submission import PreparedSubmission, class_reports, outgoing_prototypes
 from edge_client.training import local_round
 from edge_client.training.local_round import LocalModel
 from edge_client.training.trainer import Checkpoint, TrainingHooks, TrainingSet
-from protocol.errors import StateError
+from protocol.errors import GraphRefused, StateError
 from protocol.log import event
 from protocol.storage.blobstore import state_errors, write_atomically
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import BlobRef, RoundManifest, Submission, TaskManifest
 
 log = logging.getLogger(__name__)
+
+
+def make_round(
+    workspace: Workspace, build: BuildSubmission, found: FoundImages, grouping: Grouping
+) -> PreparedSubmission:
+    """Train the round that is open; see `RoundTraining.train`."""
+    return RoundTraining(workspace).train(build, found, grouping)
 
 
 class RoundTraining:
@@ -52,15 +61,7 @@ class RoundTraining:
         renumbered = encode(msgspec.structs.replace(message, sequence=sequence))
         return outbox.keep("submission", renumbered, task=task, about=last.about)
 
-    def train(
-        self,
-        task: bytes,
-        manifest: TaskManifest,
-        round_manifest: RoundManifest,
-        *,
-        found: FoundImages,
-        on_progress: Callable[[int, int], None],
-    ) -> PreparedSubmission:
+    def train(self, build: BuildSubmission, found: FoundImages, grouping: Grouping) -> PreparedSubmission:
         """Train on the images of whole groups; an interrupted training continues at its checkpoint.
 
         Raises:
@@ -68,14 +69,16 @@ class RoundTraining:
             Diverged: the training reached NaN or infinity; the local model is unchanged.
             NoPrototype: no class has enough images.
         """
-        released = group_images(self._workspace, manifest, found).classes
+        task, manifest, opened, released = build.task, build.manifest, build.round, grouping.classes
+        if opened is None:
+            raise GraphRefused("the task has rounds, and none is open")
         images = sorted(
             (image for of_class in released for image in of_class.images), key=lambda image: image.relative
         )
         reports = class_reports(manifest, found, released)
         names = "\0".join(f"{image.label} {image.identity}" for image in images)
         images_digest = digest_of(names.encode(errors="surrogateescape")).hex()
-        about = (task.hex(), round_manifest.number, round_manifest.tensors.digest.hex(), images_digest)
+        about = (task.hex(), opened.number, opened.tensors.digest.hex(), images_digest)
 
         file = self._store.folder / CHECKPOINTS / digest_of(msgspec.json.encode(about)).hex()
 
@@ -86,16 +89,18 @@ class RoundTraining:
                 _replace_others(file, packed)
                 self._workspace.culprits.stored()
 
-        result = local_round.train_round(
-            manifest,
-            round_manifest,
-            data=self._training_set(manifest, images),
-            last=self._local_model(task),
-            resumed=_checkpoint(file, about),
-            blobs=self._store.blobs,
-            device_id=self._workspace.settings.device_id,
-            hooks=TrainingHooks(on_checkpoint=on_checkpoint, on_progress=on_progress),
-        )
+        progress = self._workspace.progress(f"training, round {opened.number}")
+        with contextlib.closing(progress):
+            result = local_round.train_round(
+                manifest,
+                opened,
+                data=self._training_set(manifest, images),
+                last=self._local_model(task),
+                resumed=_checkpoint(file, about),
+                blobs=self._store.blobs,
+                device_id=self._workspace.settings.device_id,
+                hooks=TrainingHooks(on_checkpoint=on_checkpoint, on_progress=progress.update),
+            )
         values = result.prototypes.astype(np.float32)
         secret = self._workspace.secret(manifest) if manifest.perturbation else b""
         return PreparedSubmission(
@@ -109,19 +114,13 @@ class RoundTraining:
             local_model=result.local_model,
         )
 
-    def store(
-        self, task: bytes, manifest: RoundManifest, prepared: PreparedSubmission, payload: bytes
-    ) -> UploadItem:
-        """Put a round's submission into the outbox and its local model on disk, both or neither.
+    def put_model(self, task: bytes, model: LocalModel | None) -> StoredLocalModel:
+        """Put a round's local model on disk, and return the fact to store with the round's submission.
 
         Raises:
-            ProtofleetError: the submission does not fit the outbox.
+            StateError: the disk fails, or has too little space.
         """
-        model = self._put_model(prepared.local_model) if prepared.local_model else b""
-        facts = (StoredLocalModel(task, model),)
-        return self._store.outbox.keep(
-            "submission", payload, task=task, about=str(manifest.number), facts=facts
-        )
+        return StoredLocalModel(task, self._put_model(model) if model else b"")
 
     def local_model_digest(self, task: bytes) -> bytes:
         """Return the digest of the task's local model; empty if there is none or it is lost."""

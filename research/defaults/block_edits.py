@@ -15,6 +15,7 @@ from aggregator.intake.validation import Prototypes
 from benchmarks.data.features import backbone_file, load_features, prepared
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
+from edge_client.agent.events import BuildSubmission
 from edge_client.agent.state import Mode
 from edge_client.config import Settings
 from edge_client.data.image_scanner import ImageScanner
@@ -22,8 +23,10 @@ from edge_client.data.images import LabeledImage
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.stored_values import Secret
+from edge_client.submission.builder import leave_groups
 from edge_client.submission.image_features import FoundImages, Workspace
-from edge_client.submission.prepared_submission import NoPrototype, encode_submission, prepare_prototypes
+from edge_client.submission.image_grouping import group_images
+from edge_client.submission.prepared_submission import NoPrototype, encode_submission, make_prototypes
 from protocol.storage.elapsed_clock import ElapsedClock
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import BlobRef, TaskManifest
@@ -79,8 +82,11 @@ class _Device:
         self._workspace.cache.put(key, zip(names, self._features[there], strict=True), [])
         digests = {name: int(at).to_bytes(4, "big") for name, at in zip(names, there, strict=True)}
         self._workspace.cache.put_contents(digests)
+        usable, build = FoundImages(images, ()), BuildSubmission(bytes(32), self._task)
+        grouping = group_images(self._workspace, self._task, usable)
+        leave_groups(self._workspace, grouping)
         try:
-            found = prepare_prototypes(self._workspace, self._task, FoundImages(images, ()))
+            found = make_prototypes(self._workspace, build, usable, grouping)
         except NoPrototype:
             return None
         self.uploaded_bytes += len(encode_submission(found, task=bytes(32), manifest=self._task, sequence=1))

@@ -61,14 +61,14 @@ def test_quick_sets_parameters_that_commands_have(group: str) -> None:
 
 @needs_mosquitto
 def test_start(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A started device takes at most 1.5 times the memory of its libraries."""
+    """A started device takes less memory than all of its libraries: those of computation are in its jobs."""
     bare = "bare libraries"
     monkeypatch.setattr(
         start, "RIVALS", {bare: start.RIVALS[bare]}
     )  # PyTorch would take a gigabyte of memory
     report = run(file, "device", "start", "--repetitions", "1")
     ours, rival = (report["runs"][name][0] for name in ("edge-client", bare))
-    assert 1 < ours["memory_bytes"] / rival["memory_bytes"] <= 1.5
+    assert 0.3 < ours["memory_bytes"] / rival["memory_bytes"] <= 1
     sizes = report["installed_bytes"]
     assert sizes[bare] < sizes["edge-client"] < sizes["PyTorch and timm"] / 8
 

@@ -2,22 +2,24 @@
 
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_client.agent.events import BuildSubmission
+from edge_client.data.image_scanner import Scan
 from edge_client.data.images import LabeledImage, normal
 from edge_client.storage.image_group_record import Partition
 from edge_client.storage.stored_values import Secret
 from edge_client.submission.image_features import FoundImages, prototype_columns
-from edge_client.submission.image_grouping import Grouping, group_images
-from edge_client.submission.prepared_submission import NoPrototype, PreparedSubmission, prepare_prototypes
+from edge_client.submission.image_grouping import Grouping
+from edge_client.submission.prepared_submission import NoPrototype, PreparedSubmission, make_prototypes
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import BlobRef, TaskManifest
-from tests.support.devices.device_factory import make_manifest, make_workspace
+from tests.support.devices.device_factory import group_and_record, make_manifest, make_workspace
 from tests.support.graphs.backbones import tiny_backbone
 from tests.support.simulation.clocks import FakeClock
 
@@ -42,6 +44,8 @@ class BlockDevice:
     released: list[tuple[int, NDArray[np.float64]]] = field(default_factory=list)
     """For each released vector, the larger of `batch_size` and `min_images` of its task, and its coefficients."""
     elapsed_s: float = 0.0
+    awaits_block: bool = False
+    """True if the last upload was without a block that awaits an image."""
     unusable: set[int] = field(default_factory=set)
     """Images of which the task's backbones give no features."""
 
@@ -112,18 +116,20 @@ class BlockDevice:
             )
         self.workspace.cache.put_contents({name: at.to_bytes(4, "big") for name, at in digests.items()})
         names = {name for each in self.places.values() for name in each} - set(manifest.classes)
-        self.workspace.scan = replace(self.workspace.scan, unknown_names=frozenset(map(normal, names)))
-        return FoundImages(tuple(each for each in images if digests[each.identity] not in self.unusable), ())
+        scan = Scan(tuple(images), unknown_names=frozenset(map(normal, names)))
+        usable = tuple(each for each in images if digests[each.identity] not in self.unusable)
+        return FoundImages(usable, (), scan=scan)
 
     def upload(self, **task: Any) -> PreparedSubmission | None:
         """Release what a task gets, if it can be uploaded to, and note its coefficients."""
         manifest = make_manifest(**{"backbones": BACKBONES[:1], "prototypes": "auto", **task})
         found = self.found(manifest)
+        grouping = group_and_record(self.workspace, manifest, found)
+        self.awaits_block = grouping.awaits_block
         try:
-            prepared = prepare_prototypes(self.workspace, manifest, found)
+            prepared = make_prototypes(self.workspace, BuildSubmission(bytes(32), manifest), found, grouping)
         except NoPrototype:
             return None
-        grouping = group_images(self.workspace, manifest, found)  # the same again: nothing is new
         self._note(manifest, prepared, grouping)
         return prepared
 

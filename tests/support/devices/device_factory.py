@@ -12,7 +12,9 @@ import numpy as np
 from onnx import helper, numpy_helper, parser
 from PIL import Image
 
+from edge_client.agent.events import BuildSubmission
 from edge_client.agent.state import Mode, UploadItem
+from edge_client.agent.submission_kinds import kind_of
 from edge_client.config import Settings
 from edge_client.data.class_prior import Adjuster
 from edge_client.data.image_scanner import ImageScanner
@@ -22,10 +24,13 @@ from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.stored_values import InstalledHead
-from edge_client.submission.image_features import Workspace
+from edge_client.submission.builder import MAKE, leave_groups
+from edge_client.submission.image_features import FoundImages, Workspace
+from edge_client.submission.image_grouping import Grouping, group_images
+from edge_client.submission.prepared_submission import PreparedSubmission
 from protocol.models.onnx_metadata import HeadMetadata, to_properties
 from protocol.wire.codec import digest_of
-from protocol.wire.messages import BlobRef, Program, TaskManifest
+from protocol.wire.messages import BlobRef, Program, RoundManifest, TaskManifest
 from tests.support.graphs.backbones import tiny_backbone
 from tests.support.graphs.hostile_graphs import extended
 
@@ -97,6 +102,26 @@ def make_workspace(folder: Path, **changes: Any) -> Workspace:
 def open_workspace(settings: Settings, store: DeviceState, cache: FeatureCache, **values: Any) -> Workspace:
     """Return a workspace on a state directory, which scans the data folder itself."""
     return Workspace(settings, store, cache, ImageScanner(settings.data).scan, **values)
+
+
+def group_and_record(workspace: Workspace, task: TaskManifest, found: FoundImages) -> Grouping:
+    """Return the released images, once their groups are recorded."""
+    grouping = group_images(workspace, task, found)
+    leave_groups(workspace, grouping)
+    return grouping
+
+
+def make_submission(
+    workspace: Workspace,
+    task: TaskManifest,
+    found: FoundImages,
+    opened: RoundManifest | None = None,
+    *,
+    digest: bytes = b"t" * 32,
+) -> PreparedSubmission:
+    """Make a submission of a kind that groups images, of images whose features are cached."""
+    grouping = group_and_record(workspace, task, found)
+    return MAKE[kind_of(task)](workspace, BuildSubmission(digest, task, opened), found, grouping)
 
 
 def make_manifest(**changes: Any) -> TaskManifest:

@@ -33,7 +33,7 @@ from protocol.wire.signing import public_key
 from protocol.wire.topics import FleetChannel, device_topic, fleet_topic, parse_device_topic
 from protocol.wire.transfer import frames_of
 from tests.support.devices.device_factory import linear_head
-from tests.support.fleets.fast_device import RUN_S
+from tests.support.fleets.fast_job import RUN_S
 from tests.support.fleets.fleet import write_digits
 from tests.support.graphs.backbones import tiny_backbone
 from tests.support.messages.manifests import signed_manifest

@@ -132,7 +132,8 @@ class Device:
             self.write()
 
     def find(self, **task: Any) -> list[str]:
-        return [image.path.name for image in self.workspace.find_images(make_manifest(**task))]
+        self.scan = self.workspace.find_images(make_manifest(**task))
+        return [image.path.name for image in self.scan.images]
 
     @property
     def skipped(self) -> dict[str, int]:
@@ -168,17 +169,17 @@ def test_a_file_that_is_written_all_the_time_is_named_and_left_out(
 ) -> None:
     """It is not missing, either: its earlier version was not deleted."""
     device.find()
-    before = device.workspace.scan.identities
+    before = device.scan.identities
     device.write()
     for _ in range(2):
         assert device.find() == ["1.png"]
-    assert device.workspace.scan.missing(before) == set()
+    assert device.scan.missing(before) == set()
     assert device.skipped == {BEING_WRITTEN: 1}
     assert caplog.text.count(BEING_WRITTEN) == 1
     device.clocks.now_s += SETTLE_S
     assert device.find() == ["1.png", "2.png"]
     assert device.skipped == {}
-    assert len(device.workspace.scan.missing(before)) == 1
+    assert len(device.scan.missing(before)) == 1
 
 
 def test_the_first_scan_waits_only_once(device: Device) -> None:

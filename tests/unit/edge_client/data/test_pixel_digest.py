@@ -16,10 +16,16 @@ from edge_client.data.decoding import MAX_FILE_BYTES, decode, decoded, pixel_dig
 from edge_client.data.extraction import extract
 from edge_client.submission import image_features
 from edge_client.submission.image_features import training_feature_keys
-from edge_client.submission.prepared_submission import NoPrototype, prepare_prototypes
+from edge_client.submission.prepared_submission import NoPrototype
 from protocol.errors import UnreadableImage
 from protocol.wire.messages import Perturbation
-from tests.support.devices.device_factory import image_file, make_manifest, make_workspace, noise
+from tests.support.devices.device_factory import (
+    image_file,
+    make_manifest,
+    make_submission,
+    make_workspace,
+    noise,
+)
 
 RATING, ORIENTATION = 0x4746, 0x0112
 
@@ -133,10 +139,10 @@ def test_groups_of_an_earlier_digest_stay(tmp_path: Path) -> None:
     workspace, manifest = make_workspace(tmp_path), make_manifest(batch_size=5, min_images=5)
     for number in range(5):
         image_file(tmp_path / "data" / "cat" / f"{number}.png", noise(seed=number))
-    images = workspace.find_images(manifest)
+    images = workspace.find_images(manifest).images
     old = {image.identity: bytes([number]) * 16 for number, image in enumerate(images)}
     workspace.cache.put_contents(old)
-    prepare_prototypes(workspace, manifest, workspace.extract(manifest))
+    make_submission(workspace, manifest, workspace.extract(manifest))
     assert workspace.cache.contents() == old
     assert workspace.store.image_groups.read().number_of.keys() == {*old.values()}
 
@@ -145,7 +151,7 @@ def test_a_feature_without_a_digest_is_computed_again(tmp_path: Path) -> None:
     """No image is grouped without one."""
     workspace, manifest = make_workspace(tmp_path), make_manifest()
     image_file(tmp_path / "data" / "cat" / "0.png")
-    (image,) = workspace.find_images(manifest)
+    (image,) = workspace.find_images(manifest).images
     key = manifest.backbones[0].digest.hex()
     workspace.cache.put(key, [(image.identity, np.zeros(16, np.float32))], [])
     workspace.extract(manifest)
@@ -162,14 +168,14 @@ def test_a_new_name_of_a_grouped_image_is_not_held_out(tmp_path: Path) -> None:
     for number in range(10):
         image_file(folder / f"{number}.png", noise(seed=number))
     found = workspace.extract(manifest)
-    prepare_prototypes(workspace, manifest, found)
+    make_submission(workspace, manifest, found)
     assert len(found.held_out) == 5
     for image in found.for_training():
         image.path.rename(folder / f"a-{image.path.name}")
     again = workspace.extract(manifest)
     assert again.held_out == found.held_out
     assert len(workspace.cache.known(*training_feature_keys(manifest))) >= 5
-    prepare_prototypes(workspace, manifest, again)
+    make_submission(workspace, manifest, again)
 
 
 def test_files_that_change_while_they_are_read_reveal_no_new_image(
@@ -187,7 +193,7 @@ def test_files_that_change_while_they_are_read_reveal_no_new_image(
 
     def upload() -> None:
         with suppress(NoPrototype):
-            prepared = prepare_prototypes(workspace, manifest, workspace.extract(manifest))
+            prepared = make_submission(workspace, manifest, workspace.extract(manifest))
             sums.append(prepared.prototypes.astype(np.float64).T @ prepared.counts)
 
     save_all(0)
@@ -203,7 +209,7 @@ def test_files_that_change_while_they_are_read_reveal_no_new_image(
         upload()
     image_file(new, noise(seed=99))
     upload()
-    (found,) = [image for image in workspace.find_images(manifest) if image.path == new]
+    (found,) = [image for image in workspace.find_images(manifest).images if image.path == new]
     feature = workspace.features([found], [key], 16)[0]
     assert sums
     for before in (np.zeros(16), *sums[:-1]):
@@ -217,14 +223,14 @@ def test_a_rating_does_not_reveal_a_new_image(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
 
     def total() -> np.ndarray:
-        prepared = prepare_prototypes(workspace, manifest, workspace.extract(manifest))
+        prepared = make_submission(workspace, manifest, workspace.extract(manifest))
         sums: np.ndarray = prepared.prototypes.astype(np.float64).T @ prepared.counts
         return sums
 
     for number in range(10):
         (folder / f"{number}.jpg").write_bytes(saved(noise(seed=number), "jpeg"))
     before = total()
-    images = workspace.find_images(manifest)
+    images = workspace.find_images(manifest).images
     keys = workspace.cache.contents()
     for group in workspace.store.image_groups.read().groups.values():
         path = next(image.path for image in images if keys[image.identity] in group.images)

@@ -16,11 +16,17 @@ from edge_client.privacy.perturbation import perturb_image, perturb_prototypes, 
 from edge_client.privacy.policy import check_task
 from edge_client.storage.stored_values import Secret
 from edge_client.submission.image_features import Workspace, backbone_digests, training_feature_keys
-from edge_client.submission.prepared_submission import PreparedSubmission, prepare_prototypes
+from edge_client.submission.prepared_submission import PreparedSubmission
 from protocol.errors import PrivacyRefused
 from protocol.models.preprocessing import Preprocessing
 from protocol.wire.messages import Perturbation, Program, TaskManifest
-from tests.support.devices.device_factory import PROGRAM, make_manifest, make_workspace, write_images
+from tests.support.devices.device_factory import (
+    PROGRAM,
+    make_manifest,
+    make_submission,
+    make_workspace,
+    write_images,
+)
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
 HOW = Perturbation(on="prototypes", noise="gaussian", scale=0.5, shrink=0.25)
@@ -45,7 +51,7 @@ def workspace(tmp_path: Path) -> Workspace:
 
 
 def _prepare(workspace: Workspace, task: TaskManifest) -> PreparedSubmission:
-    return prepare_prototypes(workspace, task, workspace.extract(task))
+    return make_submission(workspace, task, workspace.extract(task))
 
 
 @pytest.mark.parametrize(
@@ -159,15 +165,15 @@ def test_training_images_are_perturbed_and_held_out_ones_are_not(workspace: Work
     assert (
         workspace.cache.known(*training_feature_keys(noisy)) == {p.identity for p in found.usable} - kept_out
     )
-    mean_noisy = prepare_prototypes(workspace, noisy, found)
+    mean_noisy = make_submission(workspace, noisy, found)
     found_clean = workspace.extract(clean)
     assert len(found_clean.usable) == len(found.usable)
-    mean_clean = prepare_prototypes(workspace, clean, found_clean)
+    mean_clean = make_submission(workspace, clean, found_clean)
     assert np.abs(mean_noisy.prototypes.astype(float) - mean_clean.prototypes).max() > 0.01
     workspace.store.secret = lambda **_: OTHER  # type: ignore[method-assign]
     again = workspace.extract(noisy)
     workspace.store.secret = lambda **_: SECRET  # type: ignore[method-assign]
-    assert prepare_prototypes(workspace, noisy, again).fingerprint == mean_noisy.fingerprint, "drawn once"
+    assert make_submission(workspace, noisy, again).fingerprint == mean_noisy.fingerprint, "drawn once"
 
 
 def test_extraction_of_perturbed_images_without_secret_is_refused(workspace: Workspace) -> None:

@@ -1,7 +1,6 @@
 """Blocks: each image goes out in one form, once, and has a bounded share of every combination of what was released."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,12 @@ from edge_client.submission.prepared_submission import (
     NoPrototype,
     PreparedSubmission,
     encode_submission,
-    prepare_prototypes,
 )
 from protocol.wire.arrays import to_array
 from protocol.wire.codec import encode
 from protocol.wire.messages import Perturbation, Submission
 from tests.support.devices.block_device import BACKBONES, SIZES, BlockDevice
-from tests.support.devices.device_factory import make_manifest, write_images
+from tests.support.devices.device_factory import make_manifest, make_submission, write_images
 from tests.support.devices.worker_benches import PrivateBench, private_task
 from tests.support.simulation.clocks import FakeClock
 
@@ -264,7 +262,7 @@ def test_a_block_that_is_left_out_says_why(device: BlockDevice, capsys: pytest.C
     ):  # fmt: skip
         manifest = make_manifest(**{"backbones": BACKBONES[:1], "prototypes": "auto", **task})
         with pytest.raises(NoPrototype, match=text):
-            prepare_prototypes(device.workspace, manifest, device.found(manifest))
+            make_submission(device.workspace, manifest, device.found(manifest))
     device.put(range(60, 70), "cat")
     prepared = device.upload(classes=CLASSES[:2])
     assert prepared is not None
@@ -277,7 +275,7 @@ def test_a_block_that_is_left_out_says_why(device: BlockDevice, capsys: pytest.C
         classes=CLASSES, backbones=BACKBONES[:1], prototypes="auto", min_images=11, batch_size=11
     )
     with pytest.raises(NoPrototype, match="1 image missing: restore these, or wait a day"):
-        prepare_prototypes(device.workspace, manifest, device.found(manifest))
+        make_submission(device.workspace, manifest, device.found(manifest))
 
 
 def test_deleted_images_dissolve_a_block_after_a_day(device: BlockDevice) -> None:
@@ -285,7 +283,7 @@ def test_deleted_images_dissolve_a_block_after_a_day(device: BlockDevice) -> Non
     first = _uploaded(device)
     device.put([0])
     assert device.upload(classes=CLASSES) is None
-    assert device.workspace.awaits_block
+    assert device.awaits_block
     device.put([0], "cat")
     again = device.upload(classes=CLASSES)
     assert again is not None
@@ -399,12 +397,10 @@ def test_a_renamed_class_keeps_its_block_and_a_merged_one_does_not(device: Block
 def test_a_backbone_that_fails_on_an_image_dissolves_no_block(device: BlockDevice) -> None:
     """Only files dissolve a block: the task gets nothing of it, and others what they had."""
     first = _uploaded(device)
-    found = device.found(make_manifest(classes=CLASSES, backbones=BACKBONES[1:]))
-    device.workspace.scan = replace(device.workspace.scan, images=found.usable)
     for _ in range(2):
         device.unusable = {0}
         assert device.upload(classes=CLASSES, backbones=BACKBONES[1:]) is None
-        assert not device.workspace.awaits_block
+        assert not device.awaits_block
         device.wait()
     device.unusable = set()
     again = device.upload(classes=CLASSES)

@@ -35,7 +35,6 @@ from edge_client.submission.head_evaluation import evaluate_head
 from edge_client.submission.job_progress import ExtractionCounter
 from edge_client.submission.prepared_submission import (
     PreparedSubmission,
-    prepare_prototypes,
 )
 from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError
 from protocol.wire.messages import Confused, Perturbation
@@ -43,6 +42,7 @@ from tests.support.devices.device_bench import HeadBench
 from tests.support.devices.device_factory import (
     CLASSES,
     make_manifest,
+    make_submission,
     make_workspace,
     write_images,
 )
@@ -55,7 +55,7 @@ def _prepare(
     """Prepare a submission of the images in the data folder."""
     workspace, task = make_workspace(folder, **{"holdout": 0.2, **local}), make_manifest(**(manifest or {}))
     workspace.store.set(Secret(secret))
-    return prepare_prototypes(workspace, task, workspace.extract(task))
+    return make_submission(workspace, task, workspace.extract(task))
 
 
 def test_a_class_with_a_name_that_no_folder_can_have(tmp_path: Path) -> None:

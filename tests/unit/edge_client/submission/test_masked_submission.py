@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+from edge_client.agent.events import BuildSubmission
 from edge_client.privacy import policy
 from edge_client.privacy.policy import NOT_MASKED, UNNAMED_OPERATOR, UNSOUND_SUM
 from edge_client.service.device import Device
 from edge_client.storage import device_state
 from edge_client.submission.image_features import training_feature_keys
-from edge_client.submission.prepared_submission import encode_submission, prepare_prototypes
-from edge_client.submission.private_submission import prepare_private
+from edge_client.submission.prepared_submission import encode_submission
+from edge_client.submission.private_submission import make_private_sums
 from protocol.errors import PrivacyRefused
 from protocol.statistics.noisy_sums import UNITS, deviations
 from protocol.statistics.public_map import PublicMap
@@ -24,6 +25,7 @@ from protocol.statistics.secure_sums import mask_of, open_seed, submission_conte
 from protocol.wire.arrays import to_array
 from protocol.wire.messages import SealedMask, SecondOperator, Statistics, Submission
 from protocol.wire.signing import is_own_mask, public_key
+from tests.support.devices.device_factory import make_submission
 from tests.support.devices.worker_benches import WANTED, PrivateBench, private_task, without_privacy
 from tests.unit.edge_client.submission.test_private_submission import restored_before_the_rows
 
@@ -83,7 +85,7 @@ def opened(bench: PrivateBench, submission: Submission) -> np.ndarray:
 
 def test_masked_values_are_the_noisy_sums(bench: PrivateBench) -> None:
     """Without the seed, nothing else tells of them: counts and images are constants."""
-    prepared = prepare_private(bench.workspace(), bench.task, bench.manifest)
+    prepared = make_private_sums(bench.workspace(), BuildSubmission(bench.task, bench.manifest))
     submission = bench.upload()
     own = [prepared.tensors["counts"], prepared.tensors["second_moment"]]
     counts, triangle = (to_array(each) for each in own)
@@ -223,11 +225,12 @@ def test_noise_is_for_one_set_of_rows(bench: PrivateBench, monkeypatch: pytest.M
 
 def test_sums_without_a_mask_are_not_encoded(bench: PrivateBench) -> None:
     """A last check before bytes leave."""
-    prepared = prepare_private(bench.workspace(), bench.task, bench.manifest)
+    made = make_private_sums(bench.workspace(), BuildSubmission(bench.task, bench.manifest))
+    prepared = replace(made, mask=None)
     with pytest.raises(PrivacyRefused):
         encode_submission(prepared, task=bench.task, manifest=bench.manifest, sequence=1)
     bench.settings = replace(bench.settings, max_epsilon=None, second_operator=None)
     workspace, manifest = bench.workspace(), without_privacy(bench.manifest)
-    plain = prepare_prototypes(workspace, manifest, workspace.extract(manifest))
+    plain = make_submission(workspace, manifest, workspace.extract(manifest))
     with pytest.raises(PrivacyRefused):
         encode_submission(plain, task=bench.task, manifest=bench.manifest, sequence=1)

@@ -31,7 +31,7 @@ from edge_client.storage.stored_values import PrivacySpent, SubmissionReport
 from edge_client.submission import private_submission
 from edge_client.submission.head_installer import HeadInstaller
 from edge_client.submission.image_features import Workspace, training_feature_keys
-from edge_client.submission.prepared_submission import encode_submission, prepare_prototypes
+from edge_client.submission.prepared_submission import encode_submission
 from protocol.errors import PrivacyRefused, StateError
 from protocol.statistics.noisy_sums import MAX_DISCRETENESS, UNITS, deviations
 from protocol.statistics.public_map import PublicMap, read_map
@@ -39,7 +39,7 @@ from protocol.statistics.second_moment import from_triangle
 from protocol.wire.arrays import to_array
 from protocol.wire.codec import encode
 from protocol.wire.messages import BlobRef, Evaluation, HeadRef, Perturbation, Privacy, Statistics, Submission
-from tests.support.devices.device_factory import PROGRAM, TINY
+from tests.support.devices.device_factory import PROGRAM, TINY, make_submission
 from tests.support.devices.worker_benches import PUBLIC_MAP, SIZE, WANTED, PrivateBench, without_privacy
 from tests.support.messages.every_type import SAMPLES
 from tests.unit.protocol.statistics.test_gaussian_privacy import closed_form
@@ -540,6 +540,6 @@ def test_max_epsilon_is_for_what_was_built_before_it_too(
 def test_prototypes_without_noise_are_not_encoded_for_a_private_task(bench: PrivateBench) -> None:
     """A last check before bytes leave."""
     workspace, manifest = bench.workspace(), without_privacy(bench.manifest)
-    prepared = prepare_prototypes(workspace, manifest, workspace.extract(manifest))
+    prepared = make_submission(workspace, manifest, workspace.extract(manifest))
     with pytest.raises(PrivacyRefused):
         encode_submission(prepared, task=bench.task, manifest=bench.manifest, sequence=1)

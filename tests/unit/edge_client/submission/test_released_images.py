@@ -17,13 +17,12 @@ from aggregator.intake.validation import Expectation, check_submission, read_mes
 from edge_client.data.holdout import held_out, held_out_count
 from edge_client.data.images import LabeledImage
 from edge_client.data.prototype_averaging import class_means
-from edge_client.submission import image_features, round_submission
+from edge_client.submission import image_features
 from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
 from edge_client.submission.image_grouping import group_images
 from edge_client.submission.prepared_submission import (
     PreparedSubmission,
     encode_submission,
-    prepare_prototypes,
 )
 from edge_client.training import local_round
 from edge_client.training.local_round import LocalModel, RoundResult
@@ -37,6 +36,7 @@ from tests.support.devices.device_factory import (
     PROGRAM,
     TINY,
     make_manifest,
+    make_submission,
     make_workspace,
     open_workspace,
     write_images,
@@ -66,18 +66,11 @@ def _class_means_of_features(
 
 
 def _prepare(workspace: Workspace, manifest: TaskManifest, found: FoundImages) -> PreparedSubmission:
-    if manifest.program is None:
-        return prepare_prototypes(workspace, manifest, found)
+    opened = RoundManifest(task=TASK, number=0, rounds=1, epochs=1, tensors=TINY)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(local_round, "train_round", _class_means_of_features)
         patched.setattr(local_round, "feature_size", lambda *_: SIZE)
-        return round_submission.RoundTraining(workspace).train(
-            TASK,
-            manifest,
-            RoundManifest(task=TASK, number=0, rounds=1, epochs=1, tensors=TINY),
-            found=found,
-            on_progress=lambda *_: None,
-        )
+        return make_submission(workspace, manifest, found, opened)
 
 
 def _sent(
@@ -218,7 +211,7 @@ class Folder:
     def upload(self, **task: Any) -> PreparedSubmission:
         manifest = make_manifest(**task)
         found = self.workspace.extract(manifest)
-        prepared = prepare_prototypes(self.workspace, manifest, found)
+        prepared = make_submission(self.workspace, manifest, found)
         payload = encode_submission(prepared, task=TASK, manifest=manifest, sequence=1)
         message = read_message(payload)
         assert isinstance(message, Submission)
@@ -379,7 +372,7 @@ def test_a_dry_run_records_no_group(tmp_path: Path) -> None:
     before = device.workspace
     shown = open_workspace(before.settings, before.store, before.cache, dry_run=True)
     found = shown.extract(make_manifest())
-    prepared = prepare_prototypes(shown, make_manifest(), found)
+    prepared = make_submission(shown, make_manifest(), found)
     assert device.workspace.store.image_groups.read().groups == {}
     assert device.upload().counts.tolist() == prepared.counts.tolist()
     assert len(device.workspace.store.image_groups.read().groups) == len(prepared.counts)

@@ -1,13 +1,12 @@
 """RoundTraining: each round is trained once across restarts, and stored as a whole."""
 
-import functools
 import logging
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 from unittest.mock import patch
 
 import msgspec
@@ -24,7 +23,7 @@ from edge_client.storage.job_folder import CHECKPOINTS, Built, Job, Result, Run
 from edge_client.storage.job_state import JobState
 from edge_client.storage.stored_values import StoredLocalModel, SubmissionReport, SubmissionSequence
 from edge_client.submission import round_submission
-from edge_client.submission.image_features import FoundImages
+from edge_client.submission.image_features import FoundImages, Workspace
 from edge_client.submission.prepared_submission import PreparedSubmission, encode_submission
 from edge_client.submission.round_submission import RoundTraining
 from edge_client.training.local_round import LocalModel, pack, unpack
@@ -32,7 +31,7 @@ from edge_client.training.trainer import Diverged, TrainingHooks
 from protocol.errors import GraphRefused, StateError
 from protocol.wire.codec import decode
 from protocol.wire.messages import RoundManifest, Submission, TaskManifest
-from tests.support.devices.device_factory import make_settings, open_workspace, payload_of
+from tests.support.devices.device_factory import make_settings, make_submission, open_workspace, payload_of
 from tests.support.devices.job_threads import EndedError
 from tests.support.devices.round_factory import (
     COUNTS,
@@ -83,26 +82,26 @@ class Device:
             if done == stop_after:
                 raise EndedError
 
+        def hooks(**given: Any) -> TrainingHooks:
+            """Return hooks of a training in which each step begins with a checkpoint, if the job is killed."""
+            checkpoint_s = 1e9 if stop_after is None else 0.0
+            return TrainingHooks(**{**given, "on_progress": on_progress, "checkpoint_s": checkpoint_s})
+
         found = take_images() if images is None else images
         look_at(self.cache, found)
-        return self.rounds.train(
-            task,
-            manifest,
-            opened,
-            found=FoundImages(tuple(found), (), held_out(found, self.holdout)),
-            on_progress=on_progress,
-        )
+        usable = FoundImages(tuple(found), (), held_out(found, self.holdout))
+        with patch.object(round_submission, "TrainingHooks", hooks):
+            return make_submission(self.workspace, manifest, usable, opened, digest=task)
 
     def interrupt(self, manifest: TaskManifest, opened: RoundManifest, *, stop_after: int = 7) -> None:
-        """Kill the job after a step; each step begins with a checkpoint."""
-        hooks = functools.partial(TrainingHooks, checkpoint_s=0.0)
-        with patch.object(round_submission, "TrainingHooks", hooks), pytest.raises(EndedError):
+        """Kill the job after a step."""
+        with pytest.raises(EndedError):
             self.train(manifest, opened, stop_after=stop_after)
 
     def complete(self, manifest: TaskManifest, opened: RoundManifest) -> UploadItem:
         """Train and store a round."""
         prepared = self.train(manifest, opened)
-        return self.rounds.store(TASK, opened, prepared, encoded(prepared, manifest, opened))
+        return store_round(self.workspace, opened, prepared, encoded(prepared, manifest, opened))
 
     def end_job(self, opened: RoundManifest, prepared: PreparedSubmission, payload: bytes) -> None:
         """Leave a trained round in a job's folder, and commit it."""
@@ -113,8 +112,8 @@ class Device:
             items=store.outbox.items(), partition=store.image_groups.read(), now_s=0.0, facts={}, number=1
         )
         state = JobState(self.folder, folder, cast("Job", job), Run(bytes(folder)))
-        rounds = RoundTraining(replace(self.workspace, store=cast("DeviceState", state)))
-        left = Built(item=rounds.store(TASK, opened, prepared, payload))
+        workspace = replace(self.workspace, store=cast("DeviceState", state))
+        left = Built(item=store_round(workspace, opened, prepared, payload))
         blobs, kept = tuple(state.blobs.added), tuple(state.outbox.kept)
         store.commit(folder, Result(outcome=left, facts=state.changes, kept=kept, blobs=blobs))
 
@@ -134,6 +133,15 @@ class Device:
         facts = {kind.__name__: repr(self.store.get(kind)).encode() for kind in kinds}
         facts["outbox"] = repr(self.store.outbox.items()).encode()
         return {**{str(path.relative_to(self.folder)): path.read_bytes() for path in files}, **facts}
+
+
+def store_round(
+    workspace: Workspace, opened: RoundManifest, prepared: PreparedSubmission, payload: bytes
+) -> UploadItem:
+    """Put a trained round into the outbox, as `SubmissionBuilder` does."""
+    model = RoundTraining(workspace).put_model(TASK, prepared.local_model)
+    about = str(opened.number)
+    return workspace.store.outbox.keep("submission", payload, task=TASK, about=about, facts=(model,))
 
 
 def encoded(prepared: PreparedSubmission, manifest: TaskManifest, opened: RoundManifest) -> bytes:

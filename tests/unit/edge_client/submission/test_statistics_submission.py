@@ -19,15 +19,20 @@ from edge_client.submission.image_features import Workspace, training_feature_ke
 from edge_client.submission.prepared_submission import (
     PreparedSubmission,
     encode_submission,
-    prepare_prototypes,
 )
-from edge_client.submission.statistics_submission import prepare_statistics
 from edge_client.training.trainer import Diverged
 from protocol.errors import GraphRefused, PrivacyRefused
 from protocol.statistics.second_moment import decode, from_triangle
 from protocol.wire.arrays import to_array
 from protocol.wire.messages import Perturbation, Statistics, Submission, TaskManifest
-from tests.support.devices.device_factory import PROGRAM, TINY, make_manifest, make_workspace, write_images
+from tests.support.devices.device_factory import (
+    PROGRAM,
+    TINY,
+    make_manifest,
+    make_submission,
+    make_workspace,
+    write_images,
+)
 from tests.support.devices.round_factory import stored
 from tests.support.devices.worker_benches import PrivateBench
 from tests.support.graphs.step_graphs import NEGATED, map_graph, mapped
@@ -48,7 +53,7 @@ def prepare(
     task = task_of(workspace, graph or map_graph(), **changes)
     found = workspace.extract(task)
     assert task.statistics is not None
-    return prepare_statistics(workspace, task, task.statistics, found), workspace, task
+    return make_submission(workspace, task, found), workspace, task
 
 
 def uploaded(prepared: PreparedSubmission, task: TaskManifest) -> Submission:
@@ -86,7 +91,7 @@ def test_groups_are_those_of_prototypes(tmp_path: Path) -> None:
     write_images(tmp_path / "data", count=13)
     prepared, workspace, task = prepare(tmp_path, batch_size=5, min_images=2)
     plain = msgspec.structs.replace(task, statistics=None)
-    prototypes = prepare_prototypes(workspace, plain, workspace.extract(plain))
+    prototypes = make_submission(workspace, plain, workspace.extract(plain))
     message = uploaded(prepared, task)
     assert (message.prototypes.dtype, message.prototypes.shape, message.tensors) == ("i1", (4, 32), {})
     np.testing.assert_array_equal(to_array(message.counts), prototypes.counts)
