@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import threading
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -70,14 +71,17 @@ LOCK_WAIT_S = 600.0
 """How long a job waits for one of an earlier service that is still ending."""
 
 
-class _Service:
+class Service:
     """The service at the other end of the pipe."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
+        self._sending = threading.Lock()
 
     def send(self, message: FromJob) -> None:
-        self._pipe.send_bytes(msgspec.msgpack.encode(message))
+        data = msgspec.msgpack.encode(message)
+        with self._sending:  # threads that decode log as well
+            self._pipe.send_bytes(data)
 
     def receive(self) -> ToJob:
         message: ToJob = msgspec.msgpack.decode(self._pipe.recv_bytes(), type=ToJob)
@@ -112,7 +116,7 @@ class _Stopped(StateError):
 class _Forwarder(logging.Handler):
     """Sends log records to the service."""
 
-    def __init__(self, service: _Service) -> None:
+    def __init__(self, service: Service) -> None:
         super().__init__()
         self._service = service
 
@@ -125,15 +129,14 @@ class _Forwarder(logging.Handler):
 
 def main(pipe: Connection) -> None:
     """Run jobs until the pipe is closed, and send what they log to the service."""
-    root = logging.getLogger()
-    root.addHandler(_Forwarder(_Service(pipe)))
+    service, root = Service(pipe), logging.getLogger()
+    root.addHandler(_Forwarder(service))
     root.setLevel(logging.INFO)
-    serve(pipe)
+    serve(service)
 
 
-def serve(pipe: Connection, *, isolate: Isolate = Backbone.isolated) -> None:
+def serve(service: Service, *, isolate: Isolate = Backbone.isolated) -> None:
     """Run jobs until the pipe is closed; `isolate` runs backbones under differential privacy."""
-    service = _Service(pipe)
     try:
         require_runtime()
         import PIL.Image  # noqa: F401
@@ -151,7 +154,7 @@ def serve(pipe: Connection, *, isolate: Isolate = Backbone.isolated) -> None:
 class _Program:
     """The feature cache and backbones, which stay open from one job to the next."""
 
-    def __init__(self, service: _Service, isolate: Isolate) -> None:
+    def __init__(self, service: Service, isolate: Isolate) -> None:
         self._service, self._isolate = service, isolate
         self._workspace: Workspace | None = None
         self._lock: FolderLock | None = None

@@ -290,7 +290,7 @@ class DeviceState:
                     raise StateError(f"{folder / kept.file} was changed on disk: try again")
         if result.was_released:
             self._database.empty_log()
-        with state_errors(self.folder):
+        if any(kept.item.kind == "submission" for kept in result.kept):
             shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
         self.clock.keep()
 

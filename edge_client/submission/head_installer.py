@@ -26,7 +26,14 @@ from edge_client.submission.image_features import FoundImages, Workspace
 from edge_client.submission.round_submission import RoundTraining
 from edge_client.training.local_round import feature_size
 from protocol.cli import plain
-from protocol.errors import ConfigError, CrashedBefore, GraphRefused, ProtofleetError, StateError
+from protocol.errors import (
+    ConfigError,
+    CrashedBefore,
+    GraphRefused,
+    PrivacyRefused,
+    ProtofleetError,
+    StateError,
+)
 from protocol.log import event
 from protocol.wire.codec import encode
 from protocol.wire.messages import Evaluation
@@ -226,6 +233,9 @@ class HeadInstaller:
         if install.head.tensors is not None and not is_bounded and not self._local_model(install):
             try:
                 return self._workspace.extract(install.manifest)
-            except ConfigError as error:
+            except (
+                ConfigError,
+                PrivacyRefused,
+            ) as error:  # perturbation needs a secret, which this job has not
                 event(log, logging.WARNING, "no image to fit the head to", error=error)
         return FoundImages((), ())

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import IO, Any, ClassVar
 
 from edge_client.data.extraction import Isolate
-from edge_client.job.program import serve
+from edge_client.job.program import Service, serve
 from edge_client.runtime.backbone import Backbone
 
 
@@ -65,7 +65,7 @@ class JobThread:
 
     def _run(self) -> None:
         try:
-            serve(self._pipe, isolate=JobThread.isolate)
+            serve(Service(self._pipe), isolate=JobThread.isolate)
             self._code = 0
         except (OSError, EndedError):  # killed
             pass

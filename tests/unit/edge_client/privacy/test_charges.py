@@ -14,7 +14,7 @@ import pytest
 
 from edge_client.data import extraction
 from edge_client.data.decoding import decoded
-from edge_client.job.program import _Service
+from edge_client.job.program import Service
 from edge_client.privacy import charges
 from edge_client.privacy.charges import Charges
 from edge_client.privacy.policy import BUDGET
@@ -74,7 +74,7 @@ class Order:
         self._bench, self._seen = bench, list[str]()
         self.suspects: list[int] = []
         """Suspects that each job has been given."""
-        send, receive = _Service.send, _Service.receive
+        send, receive = Service.send, Service.receive
 
         def sent(service: Any, message: Any) -> None:
             if isinstance(message, Charge):
@@ -97,8 +97,8 @@ class Order:
             self._note("noise")
             return noisy_sums(*values, **named)
 
-        patch.setattr(_Service, "send", sent)
-        patch.setattr(_Service, "receive", received)
+        patch.setattr(Service, "send", sent)
+        patch.setattr(Service, "receive", received)
         patch.setattr(private_submission, "noisy_sums", noise)
 
     def _note(self, what: str) -> None:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from edge_client.agent.state import Mode, head_key
 from edge_client.data import extraction
-from edge_client.job.program import _Service
+from edge_client.job.program import Service
 from edge_client.predict.head import open_installed
 from edge_client.storage.culprits import MAX_DEATHS, task_key
 from edge_client.storage.device_state import DeviceState
@@ -344,16 +344,16 @@ def test_a_job_that_is_killed_at_any_message_is_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever it said before: the submission and the head's evaluation are those of a device without a death."""
-    send, left = _Service.send, [0]
+    send, left = Service.send, [0]
 
-    def send_or_die(service: _Service, message: FromJob) -> None:
+    def send_or_die(service: Service, message: FromJob) -> None:
         if not isinstance(message, (Ready, Line, Doing)):
             left[0] -= 1
             if not left[0]:
                 die()
         send(service, message)
 
-    monkeypatch.setattr(_Service, "send", send_or_die)
+    monkeypatch.setattr(Service, "send", send_or_die)
 
     def live(dies_at: int) -> tuple[Any, ...]:
         shutil.copytree(tmp_path / "before", folder := tmp_path / str(dies_at))  # with the secret
