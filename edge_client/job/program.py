@@ -79,11 +79,13 @@ class Service:
         self._sending = threading.Lock()
 
     def send(self, message: FromJob) -> None:
+        """Send a message, from any thread."""
         data = msgspec.msgpack.encode(message)
         with self._sending:  # threads that decode log as well
             self._pipe.send_bytes(data)
 
     def receive(self) -> ToJob:
+        """Return the next message."""
         message: ToJob = msgspec.msgpack.decode(self._pipe.recv_bytes(), type=ToJob)
         return message
 

@@ -37,6 +37,7 @@ from tests.support.devices.device_factory import (
     write_images,
 )
 from tests.support.devices.job_threads import die
+from tests.support.devices.job_threads import JobThread
 from tests.support.graphs.backbones import tiny_backbone
 
 
@@ -380,6 +381,7 @@ def test_a_job_that_is_killed_at_any_message_is_repeated(
         )
 
     HeadBench(tmp_path / "before").stop()
+    JobThread.wait_for_killed()
     whole = live(0)
     messages = -left[0]
     assert messages >= 8, "what a build and an installation name, and their ends"
