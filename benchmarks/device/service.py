@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -83,7 +82,9 @@ class ControlGroup:
         own = root / places["memory" if legacy else ""].lstrip("/")
         self.folder = (own if own.is_dir() else root) / f"protofleet-{os.getpid()}-{time.monotonic_ns()}"
         self._peak, self._limit = (
-            ("memory.max_usage_in_bytes", "memory.limit_in_bytes") if legacy else ("memory.peak", "memory.max")
+            ("memory.max_usage_in_bytes", "memory.limit_in_bytes")
+            if legacy
+            else ("memory.peak", "memory.max")
         )
         self.folder.mkdir()
         if not (self.folder / self._peak).exists():
@@ -188,9 +189,7 @@ class Fleet:
             processes, logs = {}, {}
             for program in programs:
                 command, logs[program] = self._command(program, images), self._log()
-                started = running_program(
-                    command, log=logs[program], environment=self._environment(program)
-                )
+                started = running_program(command, log=logs[program], environment=self._environment(program))
                 processes[program] = stack.enter_context(started)
             for log in logs.values():
                 wait_for_log(log, SUBMITTED, timeout_s=TIMEOUT_S)
