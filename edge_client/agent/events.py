@@ -162,7 +162,7 @@ class BuildSubmission(Action, frozen=True):
 
 
 class CancelJobs(Action, frozen=True):
-    """Cancel jobs whose results are no longer needed, and interrupt the graphs that they run."""
+    """Cancel jobs whose results are no longer needed: their processes are killed."""
 
     jobs: tuple[Job, ...]
 

@@ -45,10 +45,9 @@ from edge_client.storage.job_folder import (
     ToJob,
 )
 from edge_client.storage.job_state import JobState
-from edge_client.submission.builder import SubmissionBuilder
+from edge_client.submission.builder import build_submission
 from edge_client.submission.head_installer import HeadInstaller
 from edge_client.submission.image_features import Workspace
-from edge_client.submission.round_submission import RoundTraining
 from protocol import __version__
 from protocol.errors import (
     BlobLost,
@@ -189,17 +188,13 @@ class _Program:
         try:
             manifest = _decoded(job.manifest, TaskManifest)
             workspace = self._open(state, folder, job, manifest)
-            rounds = RoundTraining(workspace)
-            runner: SubmissionBuilder | HeadInstaller
             if job.head is None:
-                runner = builder = SubmissionBuilder(workspace, rounds)
                 opened = _decoded(job.round, RoundManifest) if job.round else None
                 build = BuildSubmission(job.task, manifest, opened, above=job.above)
-                result = Result(outcome=builder.build(build), shown=builder.shown)
+                result = build_submission(workspace, build)
             else:
-                runner = installer = HeadInstaller(workspace, rounds)
                 install = InstallHead(job.task, manifest, job.head, job.as_canary)
-                result = Result(outcome=installer.install(install))
+                result = HeadInstaller(workspace).install(install)
         except StateError as error:
             return Result(outcome=_problem(error))
         return replace(
@@ -211,7 +206,6 @@ class _Program:
             kept=tuple(state.outbox.kept),
             was_released=state.outbox.was_released,
             blobs=tuple(state.blobs.added),
-            line=runner.line,
         )
 
     def _open(self, state: JobState, folder: Path, job: Job, manifest: TaskManifest) -> Workspace:

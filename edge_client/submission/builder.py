@@ -13,7 +13,7 @@ from edge_client.agent.submission_kinds import GROUPS, PROTOTYPES, ROUNDS, SUMS,
 from edge_client.data.images import NoImages
 from edge_client.privacy.policy import check_task
 from edge_client.storage.disk_space import require_space
-from edge_client.storage.job_folder import Built, Line, Shown
+from edge_client.storage.job_folder import Built, Line, Result
 from edge_client.storage.stored_values import SubmissionSequence, TaskSubmissions
 from edge_client.submission.image_features import FoundImages, Workspace
 from edge_client.submission.image_grouping import Grouping, group_images
@@ -24,7 +24,7 @@ from edge_client.submission.prepared_submission import (
     make_prototypes,
 )
 from edge_client.submission.private_submission import make_private_sums
-from edge_client.submission.round_submission import RoundTraining, make_round
+from edge_client.submission.round_submission import existing_submission, make_round, put_model
 from edge_client.submission.statistics_submission import make_groups, make_sums
 from edge_client.training.trainer import Diverged
 from protocol.cli import plain
@@ -60,122 +60,127 @@ MAKE: Mapping[SubmissionKind, Make] = {
 """The grouped kinds; private sums are charged before an image is read, see `make_private_sums`."""
 
 
-class SubmissionBuilder:
-    """Builds submissions; a dry run shows what would be sent, and stores nothing."""
+def build_submission(workspace: Workspace, build: BuildSubmission) -> Result:
+    """Build a submission; the result has the item in the outbox, or the reason why there is none.
 
-    def __init__(self, workspace: Workspace, rounds: RoundTraining) -> None:
-        self._workspace = workspace
-        self._store = workspace.store
-        self._rounds = rounds
-        self.shown: Shown | None = None
-        """The upload that a dry run shows."""
-        self.line: Line | None = None
-        """The line to log once the submission is stored."""
+    A dry run shows what would be sent, and leaves nothing.
 
-    def build(self, build: BuildSubmission) -> Built:
-        """Build a submission; the result has the item in the outbox, or the reason why there is none.
+    Raises:
+        StateError: the disk fails.
+    """
+    settings, manifest = workspace.settings, build.manifest
+    try:
+        check_task(manifest, max_epsilon=settings.max_epsilon, second_operator=settings.second_operator)
+        if (item := _earlier_submission(workspace, build)) is not None:
+            return Result(outcome=Built(item=item))
+        if workspace.culprits.suspects and kind_of(manifest).is_grouped:  # else decoded after the charge
+            # Outside `run_task`: the task is not to blame for an image.
+            workspace.decode_suspects(workspace.find_images(manifest).images)
+        with workspace.run_task(manifest):
+            return _build(workspace, build)
+    except StateError:
+        raise
+    except ProtofleetError as error:
+        return Result(outcome=_refused(error))
 
-        Raises:
-            StateError: the disk fails.
-        """
-        workspace, settings, manifest = self._workspace, self._workspace.settings, build.manifest
-        try:
-            check_task(manifest, max_epsilon=settings.max_epsilon, second_operator=settings.second_operator)
-            if (item := self._earlier_submission(build)) is not None:
-                return Built(item=item)
-            if workspace.culprits.suspects and kind_of(manifest).is_grouped:  # else decoded after the charge
-                # Outside `run_task`: the task is not to blame for an image.
-                workspace.decode_suspects(workspace.find_images(manifest).images)
-            with workspace.run_task(manifest):
-                return self._build(build)
-        except StateError:
-            raise
-        except ProtofleetError as error:
-            return _refused(error)
 
-    def _earlier_submission(self, build: BuildSubmission) -> UploadItem | None:
-        """Return the submission that counts whatever the images: to a round, or to a second operator's task."""
-        if build.round is not None:
-            return self._rounds.existing_submission(build.task, build.round, above=build.above)
-        last = self._last_submission(build)
-        if build.manifest.second_operator is None or build.above or last is None:
-            return None
-        with contextlib.suppress(ConfigError):
-            self._workspace.forget_deleted(build.manifest, self._workspace.find_images(build.manifest))
-        return last
+def _earlier_submission(workspace: Workspace, build: BuildSubmission) -> UploadItem | None:
+    """Return the submission that counts whatever the images: to a round, or to a second operator's task."""
+    if build.round is not None:
+        return existing_submission(workspace, build)
+    last = _last_submission(workspace, build)
+    if build.manifest.second_operator is None or build.above or last is None:
+        return None
+    with contextlib.suppress(ConfigError):
+        workspace.forget_deleted(build.manifest, workspace.find_images(build.manifest))
+    return last
 
-    def _last_submission(self, build: BuildSubmission) -> UploadItem | None:
-        """Return the last submission, if it is to the same task; a dry run has none."""
-        last = self._store.outbox.newest_submission()
-        return None if self._workspace.dry_run or last is None or last.task != build.task else last
 
-    def _build(self, build: BuildSubmission) -> Built:
-        workspace, manifest = self._workspace, build.manifest
-        kind = kind_of(manifest)
-        if not kind.is_grouped:
-            return self._put(build, make_private_sums(workspace, build))
-        found = workspace.extract(manifest)
-        grouping = group_images(workspace, manifest, found)
-        leave_groups(workspace, grouping)
-        retries = found.may_pass or grouping.is_incomplete
-        is_kept = grouping.awaits_block and build.round is None and not build.above
-        last = self._last_submission(build) if is_kept else None  # it counts while a block awaits an image
-        try:
-            prepared = MAKE[kind](workspace, build, found, grouping)
-        except NoPrototype as error:
-            if last is None:
-                return msgspec.structs.replace(_refused(error), retries=retries)
-            return Built(item=last, awaits_block=True, retries=retries)
-        if last is not None:
-            report = prepared.report(last.size_bytes)
-            return Built(item=last, report=report, awaits_block=True, retries=retries)
-        return msgspec.structs.replace(self._put(build, prepared), retries=retries)
+def _last_submission(workspace: Workspace, build: BuildSubmission) -> UploadItem | None:
+    """Return the last submission, if it is to the same task; a dry run has none."""
+    last = workspace.store.outbox.newest_submission()
+    return None if workspace.dry_run or last is None or last.task != build.task else last
 
-    def _put(self, build: BuildSubmission, prepared: PreparedSubmission) -> Built:
-        """Put a submission into the outbox, or show it; an equal one that is there already stays."""
-        outbox, last = self._store.outbox, self._store.outbox.newest_submission()
 
-        def encoded(sequence: int) -> bytes:
-            return encode_submission(
-                prepared,
-                task=build.task,
-                manifest=build.manifest,
-                round_number=0 if build.round is None else build.round.number,
-                sequence=sequence,
-            )
+def _build(workspace: Workspace, build: BuildSubmission) -> Result:
+    kind = kind_of(build.manifest)
+    if not kind.is_grouped:
+        return _leave(workspace, build, make_private_sums(workspace, build))
+    found = workspace.extract(build.manifest)
+    grouping = group_images(workspace, build.manifest, found)
+    leave_groups(workspace, grouping)
+    retries = found.may_pass or grouping.is_incomplete
+    is_kept = grouping.awaits_block and build.round is None and not build.above
+    last = _last_submission(workspace, build) if is_kept else None  # it counts while a block awaits an image
+    try:
+        prepared = MAKE[kind](workspace, build, found, grouping)
+    except NoPrototype as error:
+        if last is None:
+            return Result(outcome=_refused(error, retries=retries))
+        return Result(outcome=Built(item=last, awaits_block=True, retries=retries))
+    if last is not None:
+        report = prepared.report(last.size_bytes)
+        return Result(outcome=Built(item=last, report=report, awaits_block=True, retries=retries))
+    return _leave(workspace, build, prepared, retries=retries)
 
-        if self._workspace.dry_run:
-            payload = encoded(int(time.time()))  # all of today take the same number of bytes
-            self.shown = prepared.shown(len(payload))
-            item = UploadItem(digest_of(payload), len(payload), "submission", build.task)
-            return Built(item=item, report=prepared.report(item.size_bytes))
-        about = prepared.fingerprint if build.round is None else str(build.round.number)
-        valid_for = {build.task, *(build.manifest.continues or ())}
-        if last is not None and last.task in valid_for and last.about == about and not build.above:
-            item = outbox.assign(last, build.task)
-            return Built(item=item, report=prepared.report(item.size_bytes))
-        # After a return to an earlier task an equal submission has the same number and digest: it makes no other head.
-        newest = dict(self._store.get(TaskSubmissions).newest)
-        sequence, digest = newest.pop(build.task.hex(), (0, ""))
-        if sequence <= build.above or digest_of(payload := encoded(sequence)).hex() != digest:
-            sequence = self._store.next_number(SubmissionSequence, above=build.above)
-            payload = encoded(sequence)
-        fact: msgspec.Struct
-        if build.round is None:
-            newest = dict([*newest.items()][1 - MAX_TASKS :])
-            fact = TaskSubmissions({**newest, build.task.hex(): (sequence, digest_of(payload).hex())})
-        else:
-            fact = self._rounds.put_model(build.task, prepared.local_model)
+
+def _leave(
+    workspace: Workspace, build: BuildSubmission, prepared: PreparedSubmission, *, retries: bool = False
+) -> Result:
+    """Leave a submission for the outbox, or show it; an equal one that is there already stays."""
+    outbox, last = workspace.store.outbox, workspace.store.outbox.newest_submission()
+
+    def encoded(sequence: int) -> bytes:
+        return encode_submission(
+            prepared,
+            task=build.task,
+            manifest=build.manifest,
+            round_number=0 if build.round is None else build.round.number,
+            sequence=sequence,
+        )
+
+    about = prepared.fingerprint if build.round is None else str(build.round.number)
+    valid_for = {build.task, *(build.manifest.continues or ())}
+    line = shown = None
+    if workspace.dry_run:
+        payload = encoded(int(time.time()))  # all of today take the same number of bytes
+        shown = prepared.shown(len(payload))
+        item = UploadItem(digest_of(payload), len(payload), "submission", build.task)
+    elif last is not None and last.task in valid_for and last.about == about and not build.above:
+        item = outbox.assign(last, build.task)
+    else:
+        payload, facts = _numbered(workspace, build, prepared, encoded)
         item = outbox.keep(
             "submission",
             payload,
             task=build.task,
             about=about,
-            facts=(fact,),
+            facts=facts,
             deletes_keys=prepared.privacy is not None,
         )
-        self.line = _line(build, prepared, item)
-        return Built(item=item, report=prepared.report(item.size_bytes))
+        line = _line(build, prepared, item)
+    built = Built(item=item, report=prepared.report(item.size_bytes), retries=retries)
+    return Result(outcome=built, shown=shown, line=line)
+
+
+def _numbered(
+    workspace: Workspace,
+    build: BuildSubmission,
+    prepared: PreparedSubmission,
+    encoded: Callable[[int], bytes],
+) -> tuple[bytes, tuple[msgspec.Struct, ...]]:
+    """Return the payload with its sequence number, and facts to store with it."""
+    store = workspace.store
+    # After a return to an earlier task an equal submission has the same number and digest: it makes no other head.
+    newest = dict(store.get(TaskSubmissions).newest)
+    sequence, digest = newest.pop(build.task.hex(), (0, ""))
+    if sequence <= build.above or digest_of(payload := encoded(sequence)).hex() != digest:
+        sequence = store.next_number(SubmissionSequence, above=build.above)
+        payload = encoded(sequence)
+    if build.round is not None:
+        return payload, (put_model(store, build.task, prepared.local_model),)
+    newest = dict([*newest.items()][1 - MAX_TASKS :])
+    return payload, (TaskSubmissions({**newest, build.task.hex(): (sequence, digest_of(payload).hex())}),)
 
 
 def leave_groups(workspace: Workspace, grouping: Grouping) -> None:
@@ -196,12 +201,12 @@ def leave_groups(workspace: Workspace, grouping: Grouping) -> None:
         event(log, logging.WARNING, text, images=len(each.members), reason=each.reason)
 
 
-def _refused(error: ProtofleetError) -> Built:
+def _refused(error: ProtofleetError, *, retries: bool = False) -> Built:
     return Built(
         item=None,
         reason=plain(str(error)),
         may_pass=isinstance(error, _MAY_PASS),
-        retries=isinstance(error, PrivacyFailed),
+        retries=retries or isinstance(error, PrivacyFailed),
         no_images=isinstance(error, NoImages),
     )
 

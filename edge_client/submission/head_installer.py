@@ -13,7 +13,7 @@ from edge_client.predict.head import open_installed
 from edge_client.privacy.policy import HEAD_REFUSED
 from edge_client.runtime.backbone import Backbone
 from edge_client.runtime.onnx_model import isolated_models
-from edge_client.storage.job_folder import Installed, Line
+from edge_client.storage.job_folder import Installed, Line, Result
 from edge_client.storage.stored_values import Heads, InstalledHead, SubmissionReport
 from edge_client.submission.head_evaluation import (
     balanced,
@@ -23,7 +23,7 @@ from edge_client.submission.head_evaluation import (
     held_out_images,
 )
 from edge_client.submission.image_features import FoundImages, Workspace
-from edge_client.submission.round_submission import RoundTraining
+from edge_client.submission.round_submission import local_model_digest, store_initial_model
 from edge_client.training.local_round import feature_size
 from protocol.cli import plain
 from protocol.errors import (
@@ -51,16 +51,13 @@ class _Candidate:
 
 
 class HeadInstaller:
-    """Installs heads; a round's head is bound to the local model of `rounds`."""
+    """Installs heads; a round's head is bound to the device's local model."""
 
-    def __init__(self, workspace: Workspace, rounds: RoundTraining) -> None:
+    def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
         self._store = workspace.store
-        self._rounds = rounds
-        self.line: Line | None = None
-        """The line to log once the head is in use."""
 
-    def install(self, install: InstallHead) -> Installed:
+    def install(self, install: InstallHead) -> Result:
         """Install and evaluate a head; a head that cannot be used is refused with a report.
 
         There is no report if this device cannot run any head of the task: it has no vote on this one.
@@ -73,7 +70,7 @@ class HeadInstaller:
             candidate = self._prepare(install)
             has_vote = True
             with self._graphs(install):
-                return Installed(head=key, report=self._try(install, candidate))
+                return self._try(install, candidate)
         except StateError:
             raise
         except ProtofleetError as error:
@@ -82,7 +79,7 @@ class HeadInstaller:
             has_vote |= isinstance(error, GraphRefused) and not isinstance(error, CrashedBefore)
         reason = f"head {install.head.version} refused, the previous head stays in use: {problem}"
         report = self._report(install, problem) if has_vote else None
-        return Installed(head=key, report=report, reason=reason)
+        return Result(outcome=Installed(head=key, report=report, reason=reason))
 
     def _report(self, install: InstallHead, problem: str) -> UploadItem:
         zeros = (0,) * len(install.manifest.classes)
@@ -117,7 +114,7 @@ class HeadInstaller:
         """
         return isolated_models() if self._workspace.is_bounded(install.manifest) else nullcontext()
 
-    def _try(self, install: InstallHead, candidate: _Candidate) -> UploadItem:
+    def _try(self, install: InstallHead, candidate: _Candidate) -> Result:
         reference, heads, installed = install.head, self._store.heads_in_use(), candidate.described
         # The head in use before this one, also of another task; this one may be in use already.
         before = filter(None, (heads.installed, heads.previous))
@@ -156,7 +153,7 @@ class HeadInstaller:
             about=installed.key.hex(),
             facts=(Heads(installed, previous),),
         )
-        self.line = Line(
+        line = Line(
             log.name,
             logging.INFO,
             HEAD_IN_USE,
@@ -169,7 +166,7 @@ class HeadInstaller:
                 "canary": True if install.as_canary else None,
             },
         )
-        return report
+        return Result(outcome=Installed(head=installed.key, report=report), line=line)
 
     def _evaluate_previous(
         self,
@@ -203,7 +200,7 @@ class HeadInstaller:
             size = feature_size(manifest, self._store.blobs)
             local_model = self._local_model(install)
             if not local_model:
-                local_model = self._rounds.store_initial_model(manifest, reference.tensors, found)
+                local_model = store_initial_model(self._workspace, manifest, reference.tensors, found)
         return InstalledHead(
             head=reference.head.digest,
             version=reference.version,
@@ -225,7 +222,7 @@ class HeadInstaller:
         goes_back = previous is not None and previous.key == head_key(install.head)
         if previous is not None and goes_back and previous.local_model in self._store.blobs:
             return previous.local_model
-        return self._rounds.local_model_digest(install.task)
+        return local_model_digest(self._store, install.task)
 
     def _find_images(self, install: InstallHead) -> FoundImages:
         """Return the images that a round's head is fitted to on a device that trained in no round, or none."""

@@ -126,7 +126,14 @@ def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -
         partition, made = _with_new_blocks(workspace, task, by_label, new, partition)
         files |= made
     for label, by_key in enumerate(by_label):
-        partition = _regrouped(workspace, task, label, by_key, new[label], partition)
+        partition = regroup(
+            partition,
+            frozenset(by_key),
+            [key for key in new[label] if key not in partition.number_of],
+            batch_size=max(task.batch_size, task.min_images),
+            min_images=task.min_images,
+            rng=_dealer(workspace, task, label),
+        )
     classes, blocks, awaits_block, partition = _released(
         workspace, task, scan, by_label, new, partition, files
     )
@@ -174,7 +181,8 @@ def _closest_new(workspace: Workspace, task: TaskManifest, by_key: Images, parti
     images = sorted(by_key.items(), key=lambda each: each[1].relative)
     new = [key for key, _ in images if key not in partition.number_of]
     if new and kind_of(task).filters_outliers:
-        closest = _closest(workspace, task, [image for _, image in images])
+        members = [image for _, image in images]
+        closest = closest_features(lambda: workspace.training_features(task, members), alpha=task.alpha)
         is_new = set(new)
         new = [key for (key, _), is_close in zip(images, closest, strict=True) if is_close and key in is_new]
     return new
@@ -233,25 +241,6 @@ def _with_new_blocks(
         after, number = image_blocks.with_block(after, part_names, block)
         files[number] = found
     return (after, files) if files else (partition, {})
-
-
-def _regrouped(
-    workspace: Workspace,
-    task: TaskManifest,
-    label: int,
-    by_key: Images,
-    new: Sequence[Key],
-    partition: Partition,
-) -> Partition:
-    """Return the partition after a class has changed."""
-    return regroup(
-        partition,
-        frozenset(by_key),
-        [key for key in new if key not in partition.number_of],
-        batch_size=max(task.batch_size, task.min_images),
-        min_images=task.min_images,
-        rng=_dealer(workspace, task, label),
-    )
 
 
 def _released(
@@ -368,8 +357,3 @@ def _widths(workspace: Workspace, task: TaskManifest) -> list[int]:
         facts = backbone.metadata
         widths += [block.width for block in facts.blocks or ()] or [facts.feature_size]
     return widths
-
-
-def _closest(workspace: Workspace, task: TaskManifest, images: Sequence[LabeledImage]) -> Sequence[bool]:
-    """Mark the images that the task's outlier filter keeps."""
-    return list(closest_features(lambda: workspace.training_features(task, images), alpha=task.alpha))

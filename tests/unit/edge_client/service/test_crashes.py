@@ -13,6 +13,7 @@ from PIL import Image
 
 from edge_client.agent.state import Mode, head_key
 from edge_client.data import extraction
+from edge_client.job import program
 from edge_client.job.program import Service
 from edge_client.predict.head import open_installed
 from edge_client.storage.culprits import MAX_DEATHS, task_key
@@ -20,7 +21,6 @@ from edge_client.storage.device_state import DeviceState
 from edge_client.storage.job_folder import Doing, FromJob, Line, Ready
 from edge_client.storage.stored_values import Heads, LeftOut, SubmissionReport
 from edge_client.submission import builder, head_installer, image_features
-from edge_client.submission.builder import SubmissionBuilder
 from edge_client.training import local_round
 from protocol.errors import StateError
 from protocol.models.preprocessing import Preprocessing, preprocess
@@ -36,8 +36,7 @@ from tests.support.devices.device_factory import (
     payload_of,
     write_images,
 )
-from tests.support.devices.job_threads import die
-from tests.support.devices.job_threads import JobThread
+from tests.support.devices.job_threads import JobThread, die
 from tests.support.graphs.backbones import tiny_backbone
 
 
@@ -99,7 +98,7 @@ def test_a_job_that_ends_before_it_runs_anything_ends_the_program(
     bench: HeadBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No task and no head is to blame; a service manager starts the program again, later each time."""
-    monkeypatch.setattr(SubmissionBuilder, "build", die)
+    monkeypatch.setattr(program, "build_submission", die)
     with pytest.raises(StateError, match="the process of a job ended"):
         bench.follow(make_manifest(seed=1))
     assert bench.store.culprits.deaths() == {}

@@ -25,7 +25,7 @@ from edge_client.privacy.policy import BUDGET, FAILED
 from edge_client.service.device import Device
 from edge_client.storage import privacy_ledger
 from edge_client.storage.feature_cache import FeatureCache
-from edge_client.storage.job_folder import Installed
+from edge_client.storage.job_folder import Installed, Result
 from edge_client.storage.privacy_ledger import LOST
 from edge_client.storage.stored_values import PrivacySpent, SubmissionReport
 from edge_client.submission import private_submission
@@ -426,10 +426,10 @@ def test_a_head_of_an_earlier_task_delays_no_build(
             waits.set()
         return open_cache(program, folder, writes=writes)
 
-    def install(*_: object) -> Installed:
+    def install(*_: object) -> Result:
         installs.set()
         waits.wait(60)
-        return Installed(head=b"head")
+        return Result(outcome=Installed(head=b"head"))
 
     monkeypatch.setattr(_Program, "_open_cache", open_in_turn)
     monkeypatch.setattr(HeadInstaller, "install", install)

@@ -1,4 +1,4 @@
-"""RoundTraining: each round is trained once across restarts, and stored as a whole."""
+"""Rounds: each is trained once across restarts, and stored as a whole."""
 
 import logging
 import shutil
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from edge_client.agent.events import BuildSubmission
 from edge_client.agent.state import UploadItem
 from edge_client.data.holdout import held_out
 from edge_client.data.images import LabeledImage
@@ -25,13 +26,18 @@ from edge_client.storage.stored_values import StoredLocalModel, SubmissionReport
 from edge_client.submission import round_submission
 from edge_client.submission.image_features import FoundImages, Workspace
 from edge_client.submission.prepared_submission import PreparedSubmission, encode_submission
-from edge_client.submission.round_submission import RoundTraining
 from edge_client.training.local_round import LocalModel, pack, unpack
 from edge_client.training.trainer import Diverged, TrainingHooks
 from protocol.errors import GraphRefused, StateError
 from protocol.wire.codec import decode
 from protocol.wire.messages import RoundManifest, Submission, TaskManifest
-from tests.support.devices.device_factory import make_settings, make_submission, open_workspace, payload_of
+from tests.support.devices.device_factory import (
+    make_manifest,
+    make_settings,
+    make_submission,
+    open_workspace,
+    payload_of,
+)
 from tests.support.devices.job_threads import EndedError
 from tests.support.devices.round_factory import (
     COUNTS,
@@ -62,7 +68,6 @@ class Device:
         self.holdout = holdout
         settings = make_settings(folder)
         self.workspace = open_workspace(settings, self.store, self.cache, dry_run=dry_run)
-        self.rounds = RoundTraining(self.workspace)
         self.steps: list[int] = []
 
     def train(
@@ -119,11 +124,12 @@ class Device:
 
     def found(self, opened: RoundManifest, *, task: bytes = TASK, above: int = 0) -> UploadItem | None:
         """Return the round's submission if it was built before."""
-        return self.rounds.existing_submission(task, opened, above=above)
+        build = BuildSubmission(task, make_manifest(), opened, above)
+        return round_submission.existing_submission(self.workspace, build)
 
     def local_model(self) -> LocalModel | None:
         """Return the task's stored local model."""
-        digest = self.rounds.local_model_digest(TASK)
+        digest = round_submission.local_model_digest(self.store, TASK)
         return unpack(self.store.blobs.read(digest)) if digest else None
 
     def on_disk(self) -> dict[str, bytes]:
@@ -138,8 +144,8 @@ class Device:
 def store_round(
     workspace: Workspace, opened: RoundManifest, prepared: PreparedSubmission, payload: bytes
 ) -> UploadItem:
-    """Put a trained round into the outbox, as `SubmissionBuilder` does."""
-    model = RoundTraining(workspace).put_model(TASK, prepared.local_model)
+    """Put a trained round into the outbox, as `build_submission` does."""
+    model = round_submission.put_model(workspace.store, TASK, prepared.local_model)
     about = str(opened.number)
     return workspace.store.outbox.keep("submission", payload, task=TASK, about=about, facts=(model,))
 
@@ -268,7 +274,7 @@ def test_the_local_model_continues_in_the_next_round_of_its_task(device: Device)
     device.complete(manifest, open_round(device.store.blobs))
     opened = open_round(device.store.blobs, number=1)
     assert model_of(device.train(manifest, opened)).state["steps"] == 4 * STEPS_PER_EPOCH
-    assert device.rounds.local_model_digest(b"u" * 32) == b""
+    assert round_submission.local_model_digest(device.store, b"u" * 32) == b""
     other = device.train(manifest, opened, task=b"u" * 32)
     assert model_of(other).state["steps"] == 2 * STEPS_PER_EPOCH
 
@@ -279,7 +285,7 @@ def test_a_lost_local_model_is_logged_and_replaced(
 ) -> None:  # fmt: skip
     """The next round starts from the initial model."""
     device.complete(manifest, opened)
-    file = device.store.blobs.path(device.rounds.local_model_digest(TASK))
+    file = device.store.blobs.path(round_submission.local_model_digest(device.store, TASK))
     if damage == "missing":
         file.unlink()
     else:
@@ -326,7 +332,9 @@ def test_an_initial_model_fits_the_devices_images(
     """A device that trained in no round has no prototypes, and maybe no images."""
     images = take_images(counts)
     look_at(device.cache, images)
-    digest = device.rounds.store_initial_model(manifest, opened.tensors, FoundImages(tuple(images), ()))
+    digest = round_submission.store_initial_model(
+        device.workspace, manifest, opened.tensors, FoundImages(tuple(images), ())
+    )
     model = unpack(device.store.blobs.read(digest))
     assert model.prototypes.shape == (3, PROJECTION)
     assert not model.counts.any()
