@@ -9,13 +9,13 @@ import contextlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Self
 
 import click
 import numpy as np
@@ -83,14 +83,16 @@ class ControlGroup:
         own = root / places["memory" if legacy else ""].lstrip("/")
         self.folder = (own if own.is_dir() else root) / f"protofleet-{os.getpid()}-{time.monotonic_ns()}"
         self._peak, self._limit = (
-            ("memory.max_usage_in_bytes", "memory.limit_in_bytes") if legacy else ("memory.peak", "memory.max")
+            ("memory.max_usage_in_bytes", "memory.limit_in_bytes")
+            if legacy
+            else ("memory.peak", "memory.max")
         )
         self.folder.mkdir()
         if not (self.folder / self._peak).exists():
             self.folder.rmdir()
             raise OSError(f"no {self._peak}")
 
-    def __enter__(self) -> "ControlGroup":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -164,7 +166,7 @@ class Fleet:
             ProtofleetError: it failed.
         """
         with control_group() as group:
-            command, log = self._command(program, images, "--once"), self._log()
+            command, log = self._command(images, "--once"), self._log()
             if group is not None:
                 if limit_bytes:
                     group.limit(limit_bytes)
@@ -187,10 +189,8 @@ class Fleet:
         with contextlib.ExitStack() as stack:
             processes, logs = {}, {}
             for program in programs:
-                command, logs[program] = self._command(program, images), self._log()
-                started = running_program(
-                    command, log=logs[program], environment=self._environment(program)
-                )
+                command, logs[program] = self._command(images), self._log()
+                started = running_program(command, log=logs[program], environment=self._environment(program))
                 processes[program] = stack.enter_context(started)
             for log in logs.values():
                 wait_for_log(log, SUBMITTED, timeout_s=TIMEOUT_S)
@@ -205,11 +205,11 @@ class Fleet:
         if program == BARE:
             command = [sys.executable, "-c", BARE_PROGRAM, str(self._broker.port)]
         else:
-            command = self._command(program, empty)
+            command = self._command(empty)
         cost = until_ready(command[1:], self._broker, environment=self._environment(program))
         return cost.wall_s, cost.memory_bytes
 
-    def _command(self, program: str, images: Path, *options: str) -> list[str]:
+    def _command(self, images: Path, *options: str) -> list[str]:
         self._devices += 1
         name = f"device-{self._devices}"
         state = str(self._folder / name)
