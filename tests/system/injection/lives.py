@@ -37,6 +37,9 @@ RECURRING_S = 40.0
 OLD_S = 7200.0
 """Age given to temporary files of a killed program: younger ones may belong to a running one."""
 
+JOB_END_S = 20.0
+"""A job has ended this long after its service."""
+
 DIGEST_LETTERS = 64
 
 TRACES = (
@@ -177,7 +180,7 @@ class Life:
             again = self.restart(*arguments)
             self.wait(again)
             self.check(again.returncode == 0, f"exit status {again.returncode} after the restart")
-            self.check(not any(map(_runs, processes)), "the job did not end with its service")
+            self.check(not _left(processes), "the job did not end with its service")
         else:
             self.judge_end(program.returncode)
 
@@ -242,8 +245,18 @@ def leftovers(folder: Path, expected: set[str]) -> list[str]:
     return sorted(name for name in names_of(folder) - expected if not known.fullmatch(name))
 
 
-def _runs(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
-        process = psutil.Process(pid)
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
+def _left(processes: set[int]) -> bool:
+    """Return whether a process does not end, not even once it continues: a new one learns it when it connects."""
+    for process in filter(_runs, processes):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGCONT)
+    deadline_s = time.monotonic() + JOB_END_S
+    while any(map(_runs, processes)) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    return any(map(_runs, processes))
+
+
+def _runs(process: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
     return False
