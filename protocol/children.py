@@ -7,6 +7,7 @@ end only the service holds.
 """
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -36,6 +37,10 @@ OOM_SCORE = 900
 
 MAX_EXIT_S = 5.0
 """A child that has closed its pipe is killed after this time."""
+
+
+_ENDED = {None, errno.EPIPE, errno.ECONNRESET}
+"""Errors of the pipe of a child that has ended, of which the first is of a pipe that is closed here, too."""
 
 
 class Process(Protocol):
@@ -101,9 +106,13 @@ class Child:
             raise
 
     def send(self, message: bytes) -> None:
-        """Send a message; one that has ended gets none."""
-        with self._sending, contextlib.suppress(OSError):
-            self._connection.send_bytes(message)
+        """Send a message; one that has ended gets none, and one that gets none for another reason is aborted."""
+        with self._sending:
+            try:
+                self._connection.send_bytes(message)
+            except OSError as error:
+                if error.errno not in _ENDED:
+                    self.abort(f"cannot send to it: {error.strerror}")
 
     def kill(self) -> None:
         """Kill the child and the processes that it has started; `on_end` follows."""

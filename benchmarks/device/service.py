@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Self
 
 import click
 import numpy as np
@@ -91,7 +92,7 @@ class ControlGroup:
             self.folder.rmdir()
             raise OSError(f"no {self._peak}")
 
-    def __enter__(self) -> "ControlGroup":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -165,7 +166,7 @@ class Fleet:
             ProtofleetError: it failed.
         """
         with control_group() as group:
-            command, log = self._command(program, images, "--once"), self._log()
+            command, log = self._command(images, "--once"), self._log()
             if group is not None:
                 if limit_bytes:
                     group.limit(limit_bytes)
@@ -188,7 +189,7 @@ class Fleet:
         with contextlib.ExitStack() as stack:
             processes, logs = {}, {}
             for program in programs:
-                command, logs[program] = self._command(program, images), self._log()
+                command, logs[program] = self._command(images), self._log()
                 started = running_program(command, log=logs[program], environment=self._environment(program))
                 processes[program] = stack.enter_context(started)
             for log in logs.values():
@@ -204,11 +205,11 @@ class Fleet:
         if program == BARE:
             command = [sys.executable, "-c", BARE_PROGRAM, str(self._broker.port)]
         else:
-            command = self._command(program, empty)
+            command = self._command(empty)
         cost = until_ready(command[1:], self._broker, environment=self._environment(program))
         return cost.wall_s, cost.memory_bytes
 
-    def _command(self, program: str, images: Path, *options: str) -> list[str]:
+    def _command(self, images: Path, *options: str) -> list[str]:
         self._devices += 1
         name = f"device-{self._devices}"
         state = str(self._folder / name)

@@ -57,6 +57,7 @@ from protocol.errors import (
     StateError,
 )
 from protocol.log import fields_of
+from protocol.storage.blobstore import state_errors
 from protocol.storage.folder_lock import FolderLock
 from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_MANIFEST_BYTES, RoundManifest, TaskManifest
@@ -170,6 +171,15 @@ class _Program:
     def run(self, run: Run) -> None:
         """Run a job, and leave its result."""
         folder = Path(os.fsdecode(run.folder))
+        problem = None
+        try:
+            with state_errors(folder):
+                self._run(run, folder)
+        except StateError as error:
+            problem = _problem(error)
+        self._service.send(Finished(problem))
+
+    def _run(self, run: Run, folder: Path) -> None:
         data = (folder / JOB_FILE).read_bytes()
         version = msgspec.json.decode(data, type=JobVersion).version
         if version != __version__:
@@ -180,7 +190,6 @@ class _Program:
         else:
             result = self._result(run, folder, msgspec.json.decode(data, type=Job))
         (folder / RESULT_FILE).write_bytes(msgspec.json.encode(result))
-        self._service.send(Finished())
 
     def _result(self, run: Run, folder: Path, job: Job) -> Result:
         state_folder = folder.parent.parent

@@ -468,8 +468,8 @@ class Jobs:
                 _log(said)
             case Charge() if runner.job is not None:
                 runner.child.send(msgspec.msgpack.encode(self._answer(runner, runner.job, said)))
-            case Finished() if runner.job is not None:
-                return self._finished(runner, runner.job)
+            case Finished(problem=problem) if runner.job is not None:
+                return self._finished(runner, runner.job, problem)
         return None
 
     def _answer(self, runner: Runner, job: Wanted, charge: Charge) -> Grant | Denial:
@@ -503,13 +503,16 @@ class Jobs:
 
     # Results
 
-    def _finished(self, runner: Runner, job: Wanted) -> events.Event | None:
+    def _finished(self, runner: Runner, job: Wanted, problem: Problem | None) -> events.Event | None:
         folder = self._folder / str(runner.number)
+        happened: events.Event
         try:
-            with state_errors(folder):
-                data = (folder / RESULT_FILE).read_bytes()
-            result = msgspec.json.decode(data, type=Result)
-            happened = self._commit(job, folder, result)
+            if problem is not None:
+                happened = self._failed(problem, job.name)
+            else:
+                with state_errors(folder):
+                    data = (folder / RESULT_FILE).read_bytes()
+                happened = self._commit(job, folder, msgspec.json.decode(data, type=Result))
         except msgspec.MsgspecError as error:
             runner.child.abort(f"malformed result of a job: {error}")
             return None

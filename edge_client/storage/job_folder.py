@@ -281,7 +281,9 @@ class Charge(Message, frozen=True):
 
 
 class Finished(Message, frozen=True):
-    """`result.json` is on disk."""
+    """`result.json` is on disk; with a problem of the job's folder it is not."""
+
+    problem: Problem | None = None
 
 
 ToJob = Run | Grant | Denial

@@ -73,6 +73,7 @@ def _restarted() -> Device:
     device._store.blobs.keep_only(())
     take_all(device._events)
     device._jobs.cancel("build", "install")
+    take_all(device._jobs._scans)
     return device
 
 

@@ -44,6 +44,7 @@ FORKED = (
     "tests.support.fleets.fast_aggregator",
     "tests.support.fleets.fast_device",
     "tests.support.fleets.killed_program",
+    "tests.support.fleets.traced_jobs",
 )
 """Modules whose `main` a fork server can call."""
 CLASSES = tuple(map(str, range(10)))

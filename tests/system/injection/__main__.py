@@ -34,6 +34,14 @@ class Record(msgspec.Struct):
 
 @click.command("injection")
 @click.option("--lives", type=click.IntRange(min=1), help="Number of lives  [default: all]")
+@click.option(
+    "--program",
+    "names",
+    type=click.Choice(PROGRAMS),
+    multiple=True,
+    default=PROGRAMS,
+    help="May be repeated.  [default: all]",
+)
 @click.option("--minutes", type=click.FloatRange(min=0), help="Start no life after this time.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the order.")
 @click.option(
@@ -46,7 +54,15 @@ class Record(msgspec.Struct):
 @click.option(
     "--keep", type=click.Path(path_type=Path), help="Run in this folder, and leave failed lives there."
 )
-def injection(*, lives: int | None, minutes: float | None, seed: int, out: Path, keep: Path | None) -> None:
+def injection(
+    *,
+    lives: int | None,
+    names: tuple[str, ...],
+    minutes: float | None,
+    seed: int,
+    out: Path,
+    keep: Path | None,
+) -> None:
     """Inject a fault into each system call of the programs; report lives after which something was lost."""
     stop_on_terminate()  # at the end, all processes are ended
     if reason := unavailable() or ("" if mosquitto_program() else "mosquitto is not installed"):
@@ -54,7 +70,7 @@ def injection(*, lives: int | None, minutes: float | None, seed: int, out: Path,
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary, Programs(keep or Path(temporary)) as programs:
-        calls = count_calls(programs, PROGRAMS)
+        calls = count_calls(programs, names)
         done = {record.injection: record.outcome for record in _read(out)}
         planned = plan(calls, seed=seed)[:lives]
         rest = [each for each in planned if each not in done]

@@ -10,8 +10,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from tests.support.fleets.fork_server import ForkServer, Program
-from tests.system.injection.strace import Injection, Strace, calls_below, injected, trace_files
+from tests.system.injection.strace import (
+    JOBS,
+    KILLED_IN_JOB,
+    Injection,
+    Strace,
+    calls_below,
+    injected,
+    stopped,
+    trace_files,
+    write_tracing_interpreter,
+)
 
 LIMIT_S = 150.0
 """A program that neither ends nor completes its life by then hangs; longer than any retry delay in one."""
@@ -24,6 +36,9 @@ RECURRING_S = 40.0
 
 OLD_S = 7200.0
 """Age given to temporary files of a killed program: younger ones may belong to a running one."""
+
+JOB_END_S = 20.0
+"""A job has ended this long after its service."""
 
 DIGEST_LETTERS = 64
 
@@ -95,6 +110,12 @@ class Life:
         program.resume()
         return program
 
+    def start_tracing_jobs(self, *arguments: str | Path) -> Program:
+        """Start `edge-client` with the fault in its first job."""
+        interpreter = self.folder.with_suffix(".python")
+        write_tracing_interpreter(interpreter, self.trace, self.injection)
+        return self.restart("tests.support.fleets.traced_jobs", interpreter, *arguments)
+
     def restart(self, module: str, *arguments: str | Path) -> Program:
         """Start the program without a fault."""
         program = self.server.start(module, *arguments, log=self.log)
@@ -105,9 +126,12 @@ class Life:
         """End the injection, and count its faults."""
         while self._tracers:
             self._tracers.pop().detach()
-            if self.injection:
-                inside, outside = injected(self.trace, self.folder)
-                self.outcome.injected, self.outcome.elsewhere = inside, outside
+            self.count_faults()
+
+    def count_faults(self) -> None:
+        """Note the faults in the log of strace."""
+        if self.injection and self.trace.exists():
+            self.outcome.injected, self.outcome.elsewhere = injected(self.trace, self.folder)
 
     def wait(self, program: Program, done: Callable[[], bool] = lambda: False) -> bool:
         """Wait for the end of the program or of its life; returns False if it hangs, and kills it."""
@@ -130,15 +154,35 @@ class Life:
 
     def run(self, *arguments: str, before_restart: Callable[[], object]) -> None:
         """Run the program with the fault and, if it fails, without."""
-        program = self.start(*arguments)
+        if self.program == KILLED_IN_JOB:
+            self._run_killed_in_job(*arguments, before_restart=before_restart)
+            return
+        program = self.start_tracing_jobs(*arguments[1:]) if self.program == JOBS else self.start(*arguments)
         self.wait(program)
         self.detach()
+        self.count_faults()
         self.judge_end(program.returncode)
         if program.returncode != 0:
             before_restart()
             again = self.restart(*arguments)
             self.wait(again)
             self.check(again.returncode == 0, f"exit status {again.returncode} after the restart")
+
+    def _run_killed_in_job(self, *arguments: str, before_restart: Callable[[], object]) -> None:
+        """Kill the service while its job is stopped, and start another one at once; the job ends with its service."""
+        program = self.start_tracing_jobs(*arguments[1:])
+        self.wait(program, lambda: bool(stopped(self.trace)))
+        processes = stopped(self.trace)
+        self.count_faults()
+        if processes:
+            program.kill()
+            before_restart()
+            again = self.restart(*arguments)
+            self.wait(again)
+            self.check(again.returncode == 0, f"exit status {again.returncode} after the restart")
+            self.check(not _left(processes), "the job did not end with its service")
+        else:
+            self.judge_end(program.returncode)
 
     def judge_end(self, status: int | None) -> None:
         """Check the exit status and the log of the program that had the fault."""
@@ -149,6 +193,8 @@ class Life:
         if self.outcome.elsewhere or self.hangs_in_python():
             return
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        if self.injection and self.injection.fault == "ENOMEM":  # libraries of a job print them
+            text = "\n".join(line for line in text.splitlines() if "message of a library" not in line)
         for trace in TRACES:
             self.check(trace not in text, f"{trace!r} in the log: {text.strip().splitlines()[-1:]}")
         if status == 1:
@@ -197,3 +243,20 @@ def leftovers(folder: Path, expected: set[str]) -> list[str]:
     """Return files that an undisturbed life does not leave, without SQLite's logs and damaged files moved aside."""
     known = re.compile(r".*(-wal|-shm|\.damaged)|damaged/.*")
     return sorted(name for name in names_of(folder) - expected if not known.fullmatch(name))
+
+
+def _left(processes: set[int]) -> bool:
+    """Return whether a process does not end, not even once it continues: a new one learns it when it connects."""
+    for process in filter(_runs, processes):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGCONT)
+    deadline_s = time.monotonic() + JOB_END_S
+    while any(map(_runs, processes)) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    return any(map(_runs, processes))
+
+
+def _runs(process: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
+    return False

@@ -26,7 +26,7 @@ from tests.support.fleets.fleet import accepted_submissions, write_digits, write
 from tests.support.fleets.fork_server import ForkServer, Program
 from tests.support.network.brokers import Mosquitto, free_address
 from tests.system.injection.lives import Life, Outcome, leftovers, names_of
-from tests.system.injection.strace import Injection, faults_of
+from tests.system.injection.strace import JOBS, KILLED_IN_JOB, Injection, faults_of
 from tests.system.tables import INJECTED, InjectionRow
 
 if TYPE_CHECKING:
@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 TASK = '[client]\nbatch_size = 1\nmin_images = 1\n[training]\ndevice = "cpu"\n'
 CLASSES = ("0", "1")
 DEVICES = ("one", "two")
-PROGRAMS = ("edge-client", "edge-client predict", "aggregator run", "aggregator enroll", "aggregator status")
+PROGRAMS = (
+    *("edge-client", JOBS, KILLED_IN_JOB, "edge-client predict"),
+    *("aggregator run", "aggregator enroll", "aggregator status"),
+)
 CONNECTED = "connected to the broker"
 """Logged by an aggregator that has started: before, SIGTERM ends it as any program."""
 ENROLLED = frozenset({".gitignore", "enrollment.toml", "ca.crt", "device.crt", "device.key", "signing.key"})
@@ -56,7 +59,7 @@ class Programs:
         self._expected: dict[str, set[str]] = {}
         self._prototypes = 0
         self.kinds: dict[str, Callable[[Life], None]] = {
-            "edge-client": self._device,
+            **dict.fromkeys(("edge-client", JOBS, KILLED_IN_JOB), self._device),
             "edge-client predict": self._predict,
             "aggregator run": self._aggregator,
             "aggregator enroll": self._enroll,
@@ -328,7 +331,7 @@ def plan(calls: Calls, *, seed: int) -> list[Injection]:
     kinds: dict[tuple[str, str, str], list[Injection]] = {}
     for program, by_call in calls.items():
         for call, numbers in by_call.items():
-            for fault in faults_of(call):
+            for fault in faults_of(call, program):
                 ordered = [Injection(program, call, fault, when) for when in numbers]
                 rng.shuffle(ordered)
                 kinds[program, call, fault] = ordered

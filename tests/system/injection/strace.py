@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -9,6 +10,12 @@ import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+
+JOBS = "edge-client, its jobs"
+"""The process of the first job alone is traced."""
+
+KILLED_IN_JOB = "edge-client, killed in a job"
+"""The service is killed while its first job is stopped at a call, and started again at once."""
 
 
 class Strace:
@@ -71,9 +78,11 @@ class Injection:
     when: int
 
     def options(self) -> list[str]:
-        kind = "signal" if self.fault == "SIGKILL" else "error"
+        kind, fault = "signal" if self.fault == "SIGKILL" else "error", self.fault
+        if self.program == KILLED_IN_JOB:
+            fault = "SIGSTOP"
         lasting = "+" if self.lasts else ""
-        return ["-e", f"inject={self.call}:{kind}={self.fault}:when={self.when}{lasting}"]
+        return ["-e", f"inject={self.call}:{kind}={fault}:when={self.when}{lasting}"]
 
     @property
     def lasts(self) -> bool:
@@ -83,8 +92,12 @@ class Injection:
         return f"{self.fault} at {self.call} {self.when}{'+' if self.lasts else ''} of {self.program}"
 
 
-def faults_of(call: str) -> tuple[str, ...]:
-    """Return the faults to inject into a system call."""
+def faults_of(call: str, program: str = "") -> tuple[str, ...]:
+    """Return the faults to inject into a system call of a program."""
+    if program == KILLED_IN_JOB:
+        return ("SIGKILL",)
+    if program == JOBS:  # a full disk is the service's as well
+        return tuple(fault for fault in faults_of(call) if fault != "ENOSPC")
     if call == "mmap":
         return ("ENOMEM", "SIGKILL")
     errors = ("EIO", *(("ENOSPC",) if call in _WRITING else ()))
@@ -93,9 +106,31 @@ def faults_of(call: str) -> tuple[str, ...]:
 
 def trace_files(pid: int, log: Path, injection: Injection | None = None) -> Strace:
     """Trace a stopped program's calls on files, with a fault if one is given."""
+    return Strace(pid, log, *_options(injection))
+
+
+def write_tracing_interpreter(file: Path, log: Path, injection: Injection | None = None) -> None:
+    """Write a program that runs this interpreter, and traces it the first time."""
+    tracer = shlex.join(["strace", "-D", "-f", "-y", "-o", str(log), *_options(injection)])
+    python = shlex.quote(sys.executable)
+    first = shlex.quote(str(file.with_suffix(".first")))
+    file.write_text(
+        f'#!/bin/sh\nmkdir {first} 2>/dev/null && exec {tracer} {python} "$@"\nexec {python} "$@"\n'
+    )
+    file.chmod(0o755)
+
+
+def _options(injection: Injection | None) -> list[str]:
     calls = injection.call if injection else ",".join(CALLS)
-    options = injection.options() if injection else []
-    return Strace(pid, log, "-s", "0", *options, "-e", f"trace={calls}")
+    return ["-s", "0", *(injection.options() if injection else []), "-e", f"trace={calls}"]
+
+
+def stopped(log: Path) -> set[int]:
+    """Return the processes of a log if one of them is stopped."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    if "--- stopped by SIGSTOP ---" not in text:
+        return set()
+    return {int(match[1]) for match in map(_LINE.match, text.splitlines()) if match}
 
 
 def calls_below(log: Path, folder: Path) -> dict[str, list[int]]:
@@ -117,17 +152,22 @@ def is_below(arguments: str, folder: Path) -> bool:
 
 
 def injected(log: Path, folder: Path) -> tuple[int, int]:
-    """Return how often a fault was injected: below a folder or into mmap, and elsewhere; a kill counts once."""
-    lines = log.read_text(errors="replace").splitlines()
-    if any("+++ killed by SIGKILL" in line for line in lines):
-        return 1, 0
-    inside = outside = 0
+    """Return how often a fault was injected: below a folder or into mmap, and elsewhere; kills count once.
+
+    A call is unfinished where a kill was injected into it. Others are not: a service kills its job at the end.
+    """
+    inside = outside = kills = 0
     begun: dict[str, str] = {}
-    for line in lines:
+    for line in log.read_text(errors="replace").splitlines():
+        thread, _, rest = line.partition(" ")
         if match := _LINE.match(line):
-            begun[match[1]] = match[3] if match[2] != "mmap" else f'"{folder}"'
+            begun[thread] = match[3] if match[2] != "mmap" else f'"{folder}"'
+        below = is_below(begun.get(thread, ""), folder)
         if "(INJECTED)" in line:
-            below = is_below(begun.get(line.split(maxsplit=1)[0], ""), folder)
             inside += below
             outside += not below
-    return inside, outside
+        elif "stopped by SIGSTOP" in rest or ("killed by SIGKILL" in rest and below):
+            kills = 1
+        elif match and not line.endswith(("= ?", "<unfinished ...>")):
+            begun[thread] = ""
+    return inside + kills, outside

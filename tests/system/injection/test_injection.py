@@ -13,11 +13,21 @@ import pytest
 from tests.support.network import brokers
 from tests.support.network.brokers import free_address, needs_mosquitto
 from tests.system.injection.programs import PROGRAMS, Calls, Programs, count_calls, plan, rows_of, run_all
-from tests.system.injection.strace import Injection, faults_of, injected, is_below, unavailable
+from tests.system.injection.strace import (
+    JOBS,
+    KILLED_IN_JOB,
+    Injection,
+    faults_of,
+    injected,
+    is_below,
+    unavailable,
+)
 
 SEED = 20261122
 LIVES = {
     "edge-client": 9,
+    JOBS: 6,
+    KILLED_IN_JOB: 6,
     "edge-client predict": 2,
     "aggregator run": 6,
     "aggregator enroll": 4,
@@ -94,6 +104,8 @@ def test_faults_are_found_in_the_log_of_strace(tmp_path: Path) -> None:
     assert injected(log, tmp_path) == (2, 1)
     assert not is_below("2</x/log>, ...", tmp_path)
     log.write_text(
-        "7 fsync(3</x> <unfinished ...>\n7 +++ killed by SIGKILL +++\n8 +++ killed by SIGKILL +++\n"
+        f"7 fsync(3<{tmp_path}/x> <unfinished ...>\n7 +++ killed by SIGKILL +++\n8 +++ killed by SIGKILL +++\n"
     )
     assert injected(log, tmp_path) == (1, 0)
+    log.write_text(f"7 fsync(3<{tmp_path}/x>) = 0\n7 +++ killed by SIGKILL +++\n")  # by its service
+    assert injected(log, tmp_path) == (0, 0)

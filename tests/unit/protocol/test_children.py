@@ -1,12 +1,13 @@
 """Child processes: what they say, their ends, and that none outlives its service. All are real processes."""
 
+import errno
 import fcntl
 import os
 import queue
 import signal
 import subprocess
 import sys
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,20 @@ sys.exit(7)
     assert not heard.child.is_killed
     heard.child.send(b"to nobody")
     heard.child.kill()
+
+
+def test_a_child_that_cannot_be_told_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for ever."""
+    heard = Heard("pipe.recv_bytes()")
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOBUFS, "No buffer space available")
+
+    monkeypatch.setattr(Connection, "send_bytes", fail)
+    heard.child.send(b"begin")
+    assert heard.rest() == [-signal.SIGKILL]
+    assert heard.child.reason == "cannot send to it: No buffer space available"
+    assert not heard.child.is_killed
 
 
 def test_standard_error_comes_in_lines() -> None:

@@ -174,14 +174,18 @@ def test_an_upgrade_under_a_running_service_ends_it_with_a_sentence(
 
 
 def test_a_job_of_an_unknown_shape_is_one_of_another_version(tmp_path: Path) -> None:
-    """The version is read before all else."""
+    """The version is read before all else. A result that cannot be written, as on a full disk, is a problem."""
     said: queue.SimpleQueue[Any] = queue.SimpleQueue()
     child = Child(PROGRAM, on_message=said.put, on_line=said.put, on_end=said.put, on_failure=said.put)
-    (tmp_path / "job.json").write_text('{"version": "99.0", "kind": 1}')
-    child.send(msgspec.msgpack.encode(Run(os.fsencode(tmp_path))))
-    heard = [msgspec.msgpack.decode(said.get(timeout=60), type=FromJob) for _ in range(2)]
+    full = tmp_path / "full"
+    (full / "result.json").mkdir(parents=True)
+    for folder in (tmp_path, full):
+        (folder / "job.json").write_text('{"version": "99.0", "kind": 1}')
+        child.send(msgspec.msgpack.encode(Run(os.fsencode(folder))))
+    heard = [msgspec.msgpack.decode(said.get(timeout=60), type=FromJob) for _ in range(3)]
     child.kill()
-    assert heard == [Ready(), Finished()]
+    problem = Problem(text=f"cannot use {full}/result.json: Is a directory")
+    assert heard == [Ready(), Finished(), Finished(problem)]
     outcome = msgspec.json.decode((tmp_path / "result.json").read_bytes(), type=Result).outcome
     assert isinstance(outcome, Problem)
     assert outcome.text.startswith("protofleet was upgraded from 99.0")
