@@ -4,13 +4,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edge_client.agent.manifest_trust import Identity
-from edge_client.agent.state import Mode
+from edge_client.core.manifest_trust import Identity
+from edge_client.core.state import Mode
 from protocol.errors import ConfigError
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, Brokers, parse_brokers
 
 if TYPE_CHECKING:
-    from edge_client.runtime.session import Provider
+    from edge_client.graphs.session import Provider
     from protocol.enrollment import Enrollment
 
 

@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from edge_client.runtime.backbone import Backbone as Backbone
-    from edge_client.storage.device_status import DeviceStatus as DeviceStatus
+    from edge_client.graphs.backbone import Backbone as Backbone
+    from edge_client.store.device_status import DeviceStatus as DeviceStatus
     from protocol.errors import ProtofleetError as ProtofleetError
     from protocol.mqtt.tls import BrokerAccess as BrokerAccess
     from protofleet.aggregator import Aggregator as Aggregator
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from protofleet.submissions import encode_submission as encode_submission
 
 _NAMES = {
-    "edge_client.runtime.backbone": ("Backbone",),
-    "edge_client.storage.device_status": ("DeviceStatus",),
+    "edge_client.graphs.backbone": ("Backbone",),
+    "edge_client.store.device_status": ("DeviceStatus",),
     "protocol.errors": ("ProtofleetError",),
     "protocol.mqtt.tls": ("BrokerAccess",),
     "protofleet.aggregator": ("Aggregator",),

@@ -7,12 +7,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edge_client.agent.state import Mode
 from edge_client.config import membership
+from edge_client.core.state import Mode
 from edge_client.service import device as service
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.device_status import DeviceStatus, read_status
-from edge_client.storage.stored_values import Heads
+from edge_client.store.device_state import DeviceState
+from edge_client.store.device_status import DeviceStatus, read_status
+from edge_client.store.stored_values import Heads
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
 from protocol.storage.state_folder import default_state_folder
@@ -21,7 +21,7 @@ from protofleet.embedded import Embedded
 from protofleet.events import DeviceEvent, HeadInstalled, SubmissionReceived
 
 if TYPE_CHECKING:
-    from edge_client.runtime.session import Provider
+    from edge_client.graphs.session import Provider
     from protofleet.model import Model
 
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Literal, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.runtime.backbone import Backbone, open_backbone
+from edge_client.graphs.backbone import Backbone, open_backbone
 from protocol.errors import ConfigError, UnreadableImage
 from protofleet.images import BATCH_SIZE, Batch, ImageSource, batches
 
 if TYPE_CHECKING:
-    from edge_client.runtime.session import Provider
+    from edge_client.graphs.session import Provider
 
 AnyBackbone = str | os.PathLike[str] | Backbone
 """The path of an ONNX file that `export-backbone` wrote, or what `load_backbone` returned."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from edge_client.data.decoding import decoded, decoding_threads
+from edge_client.images.decoding import decoded, decoding_threads
 from protocol.errors import ConfigError, UnreadableImage
 from protocol.models.preprocessing import Preprocessing, preprocess
 

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.apps.head_in_use import HeadInUse
-from edge_client.data.class_prior import Adjuster, Reason, Setting, Source
-from edge_client.predict.classifier import open_adjuster, predictions
-from edge_client.predict.head import Head, Result, joined
-from edge_client.runtime.onnx_model import open_model
-from edge_client.storage.device_state import DeviceState
+from edge_client.graphs.onnx_model import open_model
+from edge_client.heads.class_prior import Adjuster, Reason, Setting, Source
+from edge_client.heads.classifier import open_adjuster, predictions
+from edge_client.heads.head import Head, Result, joined
+from edge_client.store.device_state import DeviceState
 from protocol.errors import BackboneMismatch, ConfigError, GraphRefused, ProtofleetError
 from protocol.models.onnx_metadata import ModelMetadata, read_metadata
 from protocol.models.preprocessing import Preprocessing
@@ -25,7 +25,7 @@ from protofleet.features import features_of
 from protofleet.images import BATCH_SIZE, Batch, ImageSource, batches
 
 if TYPE_CHECKING:
-    from edge_client.runtime.session import Provider
+    from edge_client.graphs.session import Provider
 
 
 @dataclass(frozen=True)

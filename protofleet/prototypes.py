@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.training_set import pool
-from edge_client.data.outlier_filter import closest_features
-from edge_client.data.principal_prototypes import coefficients, principal_prototypes
-from edge_client.data.prototype_averaging import average
+from edge_client.prototypes.outlier_filter import closest_features
+from edge_client.prototypes.principal_prototypes import coefficients, principal_prototypes
+from edge_client.prototypes.prototype_averaging import average
 from protocol.errors import ConfigError
 from protocol.wire.principal_prototypes import (
     MAX_VALUES,

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from aggregator.algorithms.statistics.noisy_ridge import make_public_map
-from edge_client.data.extraction import feature_batches
-from edge_client.data.images import images_below, log_skipped
+from edge_client.images.extraction import feature_batches
+from edge_client.images.images import images_below, log_skipped
 from protocol.errors import ConfigError
 from protocol.statistics.public_map import PublicMap
 from protofleet.features import AnyBackbone, load_backbones

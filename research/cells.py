@@ -20,8 +20,8 @@ from benchmarks.data.features import VALIDATION, load_features, prepared
 from benchmarks.data.images import NAMES, load_data
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
-from edge_client.data.outlier_filter import closest_features
-from edge_client.data.prototype_averaging import average
+from edge_client.prototypes.outlier_filter import closest_features
+from edge_client.prototypes.prototype_averaging import average
 from protocol.wire.codec import encode
 from protocol.wire.quantization import prototype_fields
 from protofleet.simulation.fleet import Features

@@ -14,7 +14,7 @@ from typing import TypeVar
 import hypothesis
 import pytest
 
-from edge_client.data import file_ages
+from edge_client.images import file_ages
 from protocol.mqtt import reconnect_delay
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.graphs import exported_graphs

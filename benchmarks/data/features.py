@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from benchmarks.data.images import MissingFile, load_data, sample, weights_folder
-from edge_client.runtime.backbone import Backbone, open_backbone
+from edge_client.graphs.backbone import Backbone, open_backbone
 from protocol.models.onnx_metadata import to_properties
 from protocol.models.preprocessing import preprocess
 from protocol.storage.blobstore import file_digest

@@ -21,7 +21,7 @@ from benchmarks.data.features import BACKBONES, choice_of
 from benchmarks.data.images import data_folder, weights_folder
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
-from edge_client.runtime.backbone import Backbone, open_backbone
+from edge_client.graphs.backbone import Backbone, open_backbone
 from export.backbones import load_backbone
 from export.int8 import HELD_OUT, Int8
 from export.parity import photo_files, read_photo

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.data.extraction import ISOLATED
-from edge_client.predict.head import Head
-from edge_client.storage.app_files import Drift, write_value
-from edge_client.storage.feature_cache import FeatureCache
+from edge_client.heads.head import Head
+from edge_client.images.extraction import ISOLATED
+from edge_client.store.app_files import Drift, write_value
+from edge_client.store.feature_cache import FeatureCache
 from protocol.errors import ProtofleetError, StateError
 from protocol.log import event
 from protocol.threads import start_thread

@@ -8,13 +8,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from edge_client.apps.drift import DriftMonitor
-from edge_client.predict.classifier import Classifier, open_classifier
-from edge_client.storage.device_state import DeviceState
+from edge_client.heads.classifier import Classifier, open_classifier
+from edge_client.store.device_state import DeviceState
 from protocol.errors import ProtofleetError
 from protocol.log import event
 
 if TYPE_CHECKING:
-    from edge_client.storage.stored_values import InstalledHead
+    from edge_client.store.stored_values import InstalledHead
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from protocol.cli import examples, say, start_logging, verbose_option
 from protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from edge_client.storage.job_folder import Shown
+    from edge_client.store.job_folder import Shown
 
 
 @click.command(
@@ -45,7 +45,7 @@ def cost_command(*, backbone: tuple[Path, ...], as_json: bool, verbose: bool, **
     if not backbone:
         raise click.UsageError("missing backbone: pass --backbone FILE")
     with loading_modules():
-        from edge_client.runtime.session import require_runtime
+        from edge_client.graphs.session import require_runtime
 
         require_runtime()
     start_logging(verbose=verbose)
@@ -72,11 +72,11 @@ def measure(*, data: Path, backbones: Sequence[Path], **options: Any) -> dict[st
     Raises:
         ProtofleetError: a backbone or the images cannot be used.
     """
-    from edge_client.agent.state import Mode, StoredState
     from edge_client.config import Settings
-    from edge_client.data import file_ages
+    from edge_client.core.state import Mode, StoredState
+    from edge_client.images import file_ages
     from edge_client.service.device import Device
-    from edge_client.storage.device_state import DeviceState
+    from edge_client.store.device_state import DeviceState
     from protocol.wire.codec import encode
     from protocol.wire.messages import BlobRef, TaskManifest
 

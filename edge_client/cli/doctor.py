@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from edge_client.config import Settings
-    from edge_client.storage.device_state import DeviceState
+    from edge_client.store.device_state import DeviceState
     from protocol.doctor.findings import Finding
 
 
@@ -57,10 +57,10 @@ def _settings(
     *, enrollment: Path | None, broker: str | None, data: Path, fleet: str | None, device_id: str | None,
     state: Path | None, aggregator_key: bytes | None, **access_given: Any,
 ) -> "tuple[Settings, DeviceState | None, Path]":  # fmt: skip
-    from edge_client.agent.state import Mode
     from edge_client.config import membership
-    from edge_client.storage.device_state import default_device_id
-    from edge_client.storage.stored_values import DeviceName
+    from edge_client.core.state import Mode
+    from edge_client.store.device_state import default_device_id
+    from edge_client.store.stored_values import DeviceName
     from protocol.storage.state_folder import default_state_folder
 
     member = membership(

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from edge_client.data.images import MOST_NAMED, images_below, is_folder
+from edge_client.images.images import MOST_NAMED, images_below, is_folder
 from protocol.cli import say
 from protocol.errors import ConfigError
 

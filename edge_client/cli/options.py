@@ -17,7 +17,7 @@ from protocol.wire.messages import MAX_SUMMED
 from protocol.wire.topics import is_name
 
 if TYPE_CHECKING:
-    from edge_client.storage.device_state import DeviceState
+    from edge_client.store.device_state import DeviceState
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
 COUNT = click.IntRange(min=1)
@@ -218,7 +218,7 @@ prior_option = setting(
 
 def open_state(state: Path | None, fleet: str, **options: Any) -> "DeviceState":
     """Open the state directory that was given, or the fleet's; `options` are those of `DeviceState`."""
-    from edge_client.storage.device_state import DeviceState
+    from edge_client.store.device_state import DeviceState
     from protocol.storage.state_folder import default_state_folder
 
     if not is_name(fleet):

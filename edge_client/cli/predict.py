@@ -22,11 +22,11 @@ from protocol.cli import examples, plain, say, setting
 from protocol.errors import ProtofleetError
 
 if TYPE_CHECKING:
-    from edge_client.data.class_prior import Setting
-    from edge_client.data.extraction import Refusal
-    from edge_client.predict.classifier import Prediction
-    from edge_client.runtime.session import Provider
-    from edge_client.storage.stored_values import InstalledHead
+    from edge_client.graphs.session import Provider
+    from edge_client.heads.class_prior import Setting
+    from edge_client.heads.classifier import Prediction
+    from edge_client.images.extraction import Refusal
+    from edge_client.store.stored_values import InstalledHead
 
 Print = Callable[[Path, "Prediction | Refusal", "InstalledHead"], None]
 
@@ -74,11 +74,11 @@ def predict_command(  # noqa: PLR0913 - every option of the command line
     """
     with loading_modules():
         from edge_client.cli.image_arguments import named_images
-        from edge_client.data.class_prior import MAX_VALUES
-        from edge_client.data.extraction import Refusal, first_readable
-        from edge_client.predict.classifier import open_classifier
+        from edge_client.graphs.session import require_runtime
+        from edge_client.heads.class_prior import MAX_VALUES
+        from edge_client.heads.classifier import open_classifier
+        from edge_client.images.extraction import Refusal, first_readable
         from edge_client.progress_bar import Progress
-        from edge_client.runtime.session import require_runtime
 
         require_runtime()
     output = printer(as_json=as_json, as_csv=as_csv)
@@ -125,7 +125,7 @@ def printer(*, as_json: bool, as_csv: bool) -> Print:
     output = _print_json if as_json else _CsvPrinter() if as_csv else _TextPrinter()
 
     def print_one(path: Path, prediction: "Prediction | Refusal", head: "InstalledHead") -> None:
-        from edge_client.data.extraction import Refusal
+        from edge_client.images.extraction import Refusal
 
         if isinstance(prediction, Refusal):
             say(f"error: {path}: {prediction.reason}", err=True)

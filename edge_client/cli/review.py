@@ -27,8 +27,8 @@ from protocol.service_manager import stop_on_terminate
 if TYPE_CHECKING:
     from edge_client.apps.review.findings import Finding, Review
     from edge_client.apps.review.relabeling import Relabeling
-    from edge_client.data.images import LabeledImage
-    from edge_client.runtime.session import Provider
+    from edge_client.graphs.session import Provider
+    from edge_client.images.images import LabeledImage
 
 
 @click.command(
@@ -69,12 +69,12 @@ def review_command(  # noqa: PLR0913 - every option of the command line
         from edge_client.apps.review.findings import review
         from edge_client.apps.review.relabeling import Relabeling
         from edge_client.cli.image_arguments import say_skipped
-        from edge_client.data.images import scan_images, unlabeled_below
-        from edge_client.predict.classifier import open_classifier
+        from edge_client.graphs.session import require_runtime
+        from edge_client.heads.classifier import open_classifier
+        from edge_client.images.images import scan_images, unlabeled_below
         from edge_client.progress_bar import Progress
-        from edge_client.runtime.session import require_runtime
-        from edge_client.storage.app_files import Kept, read_value, write_value
-        from edge_client.storage.stored_values import Holdout
+        from edge_client.store.app_files import Kept, read_value, write_value
+        from edge_client.store.stored_values import Holdout
 
         require_runtime()
     store = open_state(state, fleet, read_only=True)

@@ -25,8 +25,8 @@ from protocol.errors import ConfigError
 from protocol.service_manager import stop_on_terminate
 
 if TYPE_CHECKING:
-    from edge_client.runtime.session import Provider
-    from edge_client.storage.job_folder import Shown
+    from edge_client.graphs.session import Provider
+    from edge_client.store.job_folder import Shown
 
 log = logging.getLogger(__name__)
 
@@ -116,8 +116,8 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     min_devices: int | None, **access_given: Any,
 ) -> int:  # fmt: skip
     with loading_modules():
-        from edge_client.agent.state import Mode, StoredState
         from edge_client.config import membership
+        from edge_client.core.state import Mode, StoredState
         from edge_client.service.device import Device
         from edge_client.service.programs import running
         from protocol.mqtt.tls import readable_by_others, warnings

@@ -25,8 +25,8 @@ from protocol.cli import (
 from protocol.service_manager import stop_on_terminate
 
 if TYPE_CHECKING:
-    from edge_client.data.class_prior import Setting
-    from edge_client.runtime.session import Provider
+    from edge_client.graphs.session import Provider
+    from edge_client.heads.class_prior import Setting
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def serve_command(  # noqa: PLR0913 - every option of the command line
         from edge_client.apps.head_in_use import HeadInUse
         from edge_client.apps.http.options import parse_options
         from edge_client.apps.http.server import PredictionServer
-        from edge_client.runtime.session import require_runtime
+        from edge_client.graphs.session import require_runtime
         from protocol.errors import ProtofleetError
         from protocol.log import event
 

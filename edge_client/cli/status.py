@@ -11,7 +11,7 @@ from edge_client.cli.options import as_json_text, open_state, state_options
 from protocol.cli import counted, examples, say
 
 if TYPE_CHECKING:
-    from edge_client.storage.device_state import DeviceState
+    from edge_client.store.device_state import DeviceState
 
 
 @click.command("status", epilog=examples("edge-client status --json"))
@@ -100,7 +100,7 @@ def _head(head: dict[str, Any] | None, task: str | None) -> str:
 
 
 def _say_left_out(summary: dict[str, Any]) -> None:
-    from edge_client.data.images import MOST_NAMED
+    from edge_client.images.images import MOST_NAMED
 
     for name in summary["unknown_classes"]:
         say(f"left out   {name}: no class of the task")
@@ -140,7 +140,7 @@ def take_over_command(*, fleet: str, state: Path | None) -> None:
 
 def device_status(store: "DeviceState") -> dict[str, Any]:
     """Return what `status` shows, as JSON has it."""
-    from edge_client.storage.device_status import read_status
+    from edge_client.store.device_status import read_status
 
     status = read_status(store)
     summary: dict[str, Any] = msgspec.to_builtins(status, builtin_types=(bytes,))

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from edge_client.apps.watch.folder import FolderWatch
     from edge_client.apps.watch.home_assistant import Sensor
     from edge_client.apps.watch.majority import Majority
-    from edge_client.data.class_prior import Setting
-    from edge_client.data.extraction import Refusal
-    from edge_client.predict.classifier import Classifier, Prediction
-    from edge_client.runtime.session import Provider
-    from edge_client.storage.stored_values import InstalledHead
+    from edge_client.graphs.session import Provider
+    from edge_client.heads.class_prior import Setting
+    from edge_client.heads.classifier import Classifier, Prediction
+    from edge_client.images.extraction import Refusal
+    from edge_client.store.stored_values import InstalledHead
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def watch_command(  # noqa: PLR0913 - every option of the command line
         from edge_client.apps.head_in_use import HeadInUse
         from edge_client.apps.watch.folder import FolderWatch
         from edge_client.apps.watch.majority import Majority
-        from edge_client.runtime.session import require_runtime
+        from edge_client.graphs.session import require_runtime
         from protocol.log import event
 
         require_runtime()
@@ -124,7 +124,7 @@ def watch_command(  # noqa: PLR0913 - every option of the command line
     opened = None
     if publish is not None:
         from edge_client.apps.watch.home_assistant import Sensor
-        from edge_client.storage.stored_values import DeviceName
+        from edge_client.store.stored_values import DeviceName
         from protocol.mqtt.tls import parse_brokers, warnings
 
         access, name = read_access(**access_given, prefix=_PREFIX), sensor or folder.resolve().name
@@ -156,7 +156,7 @@ def pause_s(scan_s: float) -> float:
 
 def published(output: Print, sensor: "Sensor") -> Print:
     """Return a function that prints predictions, and publishes them."""
-    from edge_client.data.extraction import Refusal
+    from edge_client.images.extraction import Refusal
 
     def publish(path: Path, prediction: "Prediction | Refusal", head: "InstalledHead") -> None:
         output(path, prediction, head)
@@ -168,7 +168,7 @@ def published(output: Print, sensor: "Sensor") -> Print:
 
 def changes_only(output: Print, state: "Majority") -> Print:
     """Return a function that prints the predictions that change the state, and errors."""
-    from edge_client.data.extraction import Refusal
+    from edge_client.images.extraction import Refusal
 
     def print_change(path: Path, prediction: "Prediction | Refusal", head: "InstalledHead") -> None:
         if isinstance(prediction, Refusal) or state.changes(prediction.answer):
@@ -182,7 +182,7 @@ def classify_new(watch: "FolderWatch", classifier: "Classifier", *, top: int, ou
 
     An image on which the backbone or the head fails is tried again later, and does not hold up the others.
     """
-    from edge_client.data.extraction import Refusal
+    from edge_client.images.extraction import Refusal
     from protocol.log import event
 
     def classify(paths: list[Path]) -> None:

@@ -3,10 +3,10 @@
 import time
 from collections.abc import Iterator
 
-from edge_client.agent import manifest_trust
-from edge_client.agent.manifest_trust import ManifestTrust, UntrustedManifest
 from edge_client.config import Settings
-from edge_client.storage.device_state import DeviceState
+from edge_client.core import manifest_trust
+from edge_client.core.manifest_trust import ManifestTrust, UntrustedManifest
+from edge_client.store.device_state import DeviceState
 from protocol.doctor.broker import BrokerProbe, check_network
 from protocol.doctor.findings import Finding
 from protocol.doctor.machine import check_clock

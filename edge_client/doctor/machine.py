@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from shutil import disk_usage
 
-from edge_client.agent.state import StoredState
-from edge_client.data.images import LabeledImage, name_some, scan_images
-from edge_client.runtime.session import require_runtime
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.disk_space import MAX_RESERVE_BYTES, RESERVE_SHARE
+from edge_client.core.state import StoredState
+from edge_client.graphs.session import require_runtime
+from edge_client.images.images import LabeledImage, name_some, scan_images
+from edge_client.store.device_state import DeviceState
+from edge_client.store.disk_space import MAX_RESERVE_BYTES, RESERVE_SHARE
 from protocol.cli import counted
 from protocol.doctor.findings import Finding
 from protocol.doctor.machine import check_disk

@@ -12,19 +12,22 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import msgspec
 from msgspec.structs import replace
 
-from edge_client.agent.events import BuildSubmission, InstallHead
-from edge_client.agent.state import Mode
 from edge_client.config import Settings
-from edge_client.data.extraction import Isolate
-from edge_client.data.image_scanner import Scan
-from edge_client.data.images import LabeledImage
+from edge_client.core.events import BuildSubmission, InstallHead
+from edge_client.core.state import Mode
+from edge_client.graphs.backbone import Backbone
+from edge_client.graphs.session import require_runtime
+from edge_client.heads.head_installer import HeadInstaller
+from edge_client.images.extraction import Isolate
+from edge_client.images.image_scanner import Scan
+from edge_client.images.images import LabeledImage
+from edge_client.kinds.builder import build_submission
+from edge_client.kinds.image_features import Workspace
 from edge_client.privacy.policy import is_bounded
-from edge_client.runtime.backbone import Backbone
-from edge_client.runtime.session import require_runtime
-from edge_client.storage.culprits import Culprits
-from edge_client.storage.disk_space import DiskAlmostFull
-from edge_client.storage.feature_cache import FeatureCache
-from edge_client.storage.job_folder import (
+from edge_client.store.culprits import Culprits
+from edge_client.store.disk_space import DiskAlmostFull
+from edge_client.store.feature_cache import FeatureCache
+from edge_client.store.job_folder import (
     IMAGES_FILE,
     JOB_FILE,
     RESULT_FILE,
@@ -44,10 +47,7 @@ from edge_client.storage.job_folder import (
     Run,
     ToJob,
 )
-from edge_client.storage.job_state import JobState
-from edge_client.submission.builder import build_submission
-from edge_client.submission.head_installer import HeadInstaller
-from edge_client.submission.image_features import Workspace
+from edge_client.store.job_state import JobState
 from protocol import __version__
 from protocol.errors import (
     BlobLost,
@@ -63,7 +63,7 @@ from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_MANIFEST_BYTES, RoundManifest, TaskManifest
 
 if TYPE_CHECKING:
-    from edge_client.storage.device_state import DeviceState
+    from edge_client.store.device_state import DeviceState
 
 Manifest = TypeVar("Manifest", TaskManifest, RoundManifest)
 

@@ -9,10 +9,10 @@ import msgspec
 from edge_client.config import Settings
 from edge_client.privacy.noise_key import KEY_BYTES
 from edge_client.privacy.policy import BUDGET, FAILED
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.job_folder import Charge, Grant
-from edge_client.storage.privacy_ledger import Release
-from edge_client.storage.stored_values import PrivacySpent
+from edge_client.store.device_state import DeviceState
+from edge_client.store.job_folder import Charge, Grant
+from edge_client.store.privacy_ledger import Release
+from edge_client.store.stored_values import PrivacySpent
 from protocol.errors import PrivacyFailed, PrivacyRefused, StateError
 from protocol.log import event
 from protocol.statistics.noisy_sums import epsilon_of_sums

@@ -2,7 +2,7 @@
 
 A **block** consists of groups that were formed together, of images that were in no group before. What leaves the device
 of a block are class means, rows and one diagonal. Rows are linear combinations of the images, whose coefficients are
-computed once and kept (`edge_client.data.principal_prototypes`).
+computed once and kept (`edge_client.prototypes.principal_prototypes`).
 
 **Law.** Take everything that was released, of all backbones and layers, and write each vector as coefficients on the
 images. In every linear combination, an image of a block has at most 1 / b of the squared coefficients, where b is the
@@ -36,9 +36,9 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.data.principal_prototypes import basis, share, share_of_new
 from edge_client.privacy.image_groups import regroup
-from edge_client.storage.image_group_record import Block, Group, Key, Partition
+from edge_client.prototypes.principal_prototypes import basis, share, share_of_new
+from edge_client.store.image_group_record import Block, Group, Key, Partition
 
 MOVED_SHARE = 0.25
 """Share of a block's images in other classes than they are counted in that dissolves it."""

@@ -35,7 +35,7 @@ from itertools import count
 
 import numpy as np
 
-from edge_client.storage.image_group_record import Group, Key, Partition
+from edge_client.store.image_group_record import Group, Key, Partition
 
 
 def regroup(

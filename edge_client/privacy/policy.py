@@ -2,9 +2,9 @@
 
 from msgspec import UNSET
 
-from edge_client.agent.state import Kind
-from edge_client.agent.submission_kinds import kind_of
-from edge_client.storage.privacy_ledger import LOST
+from edge_client.core.state import Kind
+from edge_client.core.submission_kinds import kind_of
+from edge_client.store.privacy_ledger import LOST
 from protocol.errors import MalformedMessage, PrivacyRefused
 from protocol.statistics.noisy_sums import MAX_DISCRETENESS, discreteness, released_values
 from protocol.wire.codec import decode

@@ -4,12 +4,12 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from edge_client.agent import events
-from edge_client.agent.state import State
+from edge_client.core import events
+from edge_client.core.state import State
 from edge_client.progress_bar import Progress
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.disk_space import DiskAlmostFull, require_space
-from edge_client.storage.stored_values import Heads, StoredInitialModel, StoredLocalModel
+from edge_client.store.device_state import DeviceState
+from edge_client.store.disk_space import DiskAlmostFull, require_space
+from edge_client.store.stored_values import Heads, StoredInitialModel, StoredLocalModel
 from protocol.errors import BackboneMismatch, TransferError
 from protocol.log import event
 from protocol.storage.blobstore import BlobStore, file_digest

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 
-from edge_client.agent.state import UploadItem
-from edge_client.data.images import is_folder, name_some
-from edge_client.storage.job_folder import Built
-from edge_client.storage.stored_values import ClassReport, SubmissionReport
+from edge_client.core.state import UploadItem
+from edge_client.images.images import is_folder, name_some
+from edge_client.store.job_folder import Built
+from edge_client.store.stored_values import ClassReport, SubmissionReport
 from protocol.log import event
 from protocol.wire.messages import TaskManifest
 

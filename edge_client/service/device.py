@@ -7,9 +7,9 @@ import queue
 import time
 from typing import TYPE_CHECKING
 
-from edge_client.agent import events, state_machine
-from edge_client.agent.state import Mode, State, StoredState, UploadItem
 from edge_client.config import Settings
+from edge_client.core import events, state_machine
+from edge_client.core.state import Mode, State, StoredState, UploadItem
 from edge_client.privacy.policy import may_upload
 from edge_client.service import notices
 from edge_client.service.blob_downloads import BlobDownloads, import_backbones
@@ -17,11 +17,11 @@ from edge_client.service.duplicates import TAKE_OVER, OwnTopic
 from edge_client.service.inbox import Inbox, Message
 from edge_client.service.jobs import FromChild, JobEvent, Jobs, Scanned, ShowDryRun
 from edge_client.service.publisher import Publisher
-from edge_client.storage.app_files import Drift, read_value
-from edge_client.storage.culprits import MAX_DEATHS, task_key
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.disk_space import DiskAlmostFull, free_bytes
-from edge_client.storage.stored_values import (
+from edge_client.store.app_files import Drift, read_value
+from edge_client.store.culprits import MAX_DEATHS, task_key
+from edge_client.store.device_state import DeviceState
+from edge_client.store.disk_space import DiskAlmostFull, free_bytes
+from edge_client.store.stored_values import (
     Heads,
     Holdout,
 )

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from edge_client.config import Settings
 from edge_client.service.publisher import Publisher
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import Epoch
+from edge_client.store.device_state import DeviceState
+from edge_client.store.stored_values import Epoch
 from protocol.errors import BadSignature, ConfigError
 from protocol.log import event
 from protocol.mqtt.own_presence import Replaced, duplicate_of

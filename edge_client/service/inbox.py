@@ -6,11 +6,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
-from edge_client.agent import events, manifest_trust
-from edge_client.agent.manifest_trust import ManifestTrust, TimeEstimate, UntrustedManifest
-from edge_client.agent.state import Mode, StoredState
 from edge_client.config import Settings
-from edge_client.storage.device_state import DeviceState
+from edge_client.core import events, manifest_trust
+from edge_client.core.manifest_trust import ManifestTrust, TimeEstimate, UntrustedManifest
+from edge_client.core.state import Mode, StoredState
+from edge_client.store.device_state import DeviceState
 from protocol.errors import BadSignature, BlobLost, MalformedMessage
 from protocol.log import event
 from protocol.wire.codec import decode, digest_of, is_probe

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable
 
 from edge_client.progress_bar import Progress, describe_speed
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.job_folder import EXTRACTING, Doing
-from edge_client.storage.stored_values import ExtractionProgress
+from edge_client.store.device_state import DeviceState
+from edge_client.store.job_folder import EXTRACTING, Doing
+from edge_client.store.stored_values import ExtractionProgress
 from protocol.log import event
 
 log = logging.getLogger(__name__)

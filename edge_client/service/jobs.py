@@ -17,19 +17,19 @@ from pathlib import Path
 
 import msgspec
 
-from edge_client.agent import events
-from edge_client.agent.state import MAX_DAMAGED, MissingSpace
-from edge_client.agent.state import Job as Name
-from edge_client.agent.submission_kinds import kind_of
 from edge_client.config import Settings
-from edge_client.data.image_scanner import ImageScanner, Scan
+from edge_client.core import events
+from edge_client.core.state import MAX_DAMAGED, MissingSpace
+from edge_client.core.state import Job as Name
+from edge_client.core.submission_kinds import kind_of
+from edge_client.images.image_scanner import ImageScanner, Scan
 from edge_client.privacy.charges import Charges
 from edge_client.privacy.policy import is_bounded
 from edge_client.service.build_report import BuildReporter
 from edge_client.service.job_progress import ProgressReporter
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.disk_space import DiskAlmostFull
-from edge_client.storage.job_folder import (
+from edge_client.store.device_state import DeviceState
+from edge_client.store.disk_space import DiskAlmostFull
+from edge_client.store.job_folder import (
     IMAGES_FILE,
     JOB_FILE,
     LAST_SUBMISSION,
@@ -56,7 +56,7 @@ from edge_client.storage.job_folder import (
     Shown,
     Worked,
 )
-from edge_client.storage.stored_values import (
+from edge_client.store.stored_values import (
     LeftOut,
     StoredInitialModel,
     StoredLocalModel,

@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping
 
 from msgspec import UNSET
 
-from edge_client.agent.events import RequestBlob, SendFrames
-from edge_client.agent.state import Mode, State
-from edge_client.agent.uploads import NO_SPACE
 from edge_client.config import Settings
+from edge_client.core.events import RequestBlob, SendFrames
+from edge_client.core.state import Mode, State
+from edge_client.core.uploads import NO_SPACE
 from edge_client.privacy import policy
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import (
+from edge_client.store.device_state import DeviceState
+from edge_client.store.stored_values import (
     BackboneProvider,
     Epoch,
     Heads,

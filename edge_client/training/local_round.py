@@ -9,9 +9,9 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from edge_client.data.prototype_averaging import class_means
-from edge_client.runtime.onnx_model import Tensors
-from edge_client.runtime.program_graph import Graph, Role, graph_metadata, open_graph
+from edge_client.graphs.onnx_model import Tensors
+from edge_client.graphs.program_graph import Graph, Role, graph_metadata, open_graph
+from edge_client.prototypes.prototype_averaging import class_means
 from edge_client.training.trainer import (
     Checkpoint,
     Diverged,

@@ -13,8 +13,8 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from edge_client.runtime.onnx_model import Tensors, fit
-from edge_client.runtime.program_graph import FREE, Graph
+from edge_client.graphs.onnx_model import Tensors, fit
+from edge_client.graphs.program_graph import FREE, Graph
 from protocol.errors import GraphRefused, ProtofleetError
 from protocol.models.slots import Slot
 

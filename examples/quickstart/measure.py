@@ -17,13 +17,13 @@ from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.algorithms.fedtc.training_set import TrainingSet
 from edge_client.cli.options import open_state
-from edge_client.data.decoding import decode
-from edge_client.data.holdout import held_out
-from edge_client.data.images import LabeledImage, find_images
-from edge_client.predict.classifier import open_adjuster, open_classifier, predictions
-from edge_client.runtime.backbone import Backbone, open_backbone
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import Holdout
+from edge_client.graphs.backbone import Backbone, open_backbone
+from edge_client.heads.classifier import open_adjuster, open_classifier, predictions
+from edge_client.images.decoding import decode
+from edge_client.images.images import LabeledImage, find_images
+from edge_client.prototypes.holdout import held_out
+from edge_client.store.device_state import DeviceState
+from edge_client.store.stored_values import Holdout
 from examples.quickstart.digits import CLASSES
 from examples.quickstart.folder import BACKBONE, FLEET, Folder
 from examples.quickstart.report import Accuracy

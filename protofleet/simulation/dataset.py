@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.data.extraction import extract
-from edge_client.data.images import LabeledImage, scan_images
-from edge_client.runtime.backbone import Backbone
-from edge_client.storage.feature_cache import FeatureCache
+from edge_client.graphs.backbone import Backbone
+from edge_client.images.extraction import extract
+from edge_client.images.images import LabeledImage, scan_images
+from edge_client.store.feature_cache import FeatureCache
 from protocol.class_folders import class_folders
 from protocol.errors import ConfigError
 from protocol.models.onnx_metadata import BackboneMetadata

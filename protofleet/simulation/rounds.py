@@ -18,9 +18,9 @@ from aggregator.intake.validation import Expectation, Prototypes
 from aggregator.tasks.manifests import program_of, round_manifest
 from aggregator.training.robust.rounds import contribution_of, robust_contributions
 from aggregator.training.robust.weights import limited
-from edge_client.predict.head import open_round_head
-from edge_client.storage.stored_values import ClassReport
-from edge_client.submission.prepared_submission import PreparedSubmission, encode_submission
+from edge_client.heads.head import open_round_head
+from edge_client.kinds.prepared_submission import PreparedSubmission, encode_submission
+from edge_client.store.stored_values import ClassReport
 from edge_client.training.local_round import LocalModel, RoundResult, train_round
 from edge_client.training.trainer import TrainingHooks, TrainingSet
 from protocol.storage.blobstore import BlobStore

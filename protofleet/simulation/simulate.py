@@ -14,7 +14,7 @@ from aggregator.algorithms.registry import ALGORITHMS as REGISTERED
 from aggregator.algorithms.registry import find_algorithm
 from aggregator.config.schema import Robust
 from aggregator.training.robust.weights import Counting
-from edge_client.data.class_prior import smoothed
+from edge_client.heads.class_prior import smoothed
 from protocol.errors import ConfigError
 from protofleet.packages import needed_packages
 from protofleet.simulation import algorithms as methods

@@ -17,7 +17,7 @@ from aggregator.storage.blobs import FolderBlobs
 from aggregator.training.jobs import StatisticsJob, Workspace
 from aggregator.training.robust.weights import Counting
 from aggregator.training.statistics_job import Solved, run, solve_sums
-from edge_client.data.statistics import group_rows, to_rows
+from edge_client.prototypes.statistics import group_rows, to_rows
 from protocol.errors import ConfigError
 from protocol.models.cpu_session import cpu_session
 from protocol.statistics import second_moment

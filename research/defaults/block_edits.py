@@ -15,18 +15,18 @@ from aggregator.intake.validation import Prototypes
 from benchmarks.data.features import backbone_file, load_features, prepared
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
-from edge_client.agent.events import BuildSubmission
-from edge_client.agent.state import Mode
 from edge_client.config import Settings
-from edge_client.data.image_scanner import ImageScanner
-from edge_client.data.images import LabeledImage
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.feature_cache import FeatureCache
-from edge_client.storage.stored_values import Secret
-from edge_client.submission.builder import leave_groups
-from edge_client.submission.image_features import FoundImages, Workspace
-from edge_client.submission.image_grouping import group_images
-from edge_client.submission.prepared_submission import NoPrototype, encode_submission, make_prototypes
+from edge_client.core.events import BuildSubmission
+from edge_client.core.state import Mode
+from edge_client.images.image_scanner import ImageScanner
+from edge_client.images.images import LabeledImage
+from edge_client.kinds.builder import leave_groups
+from edge_client.kinds.image_features import FoundImages, Workspace
+from edge_client.kinds.image_grouping import group_images
+from edge_client.kinds.prepared_submission import NoPrototype, encode_submission, make_prototypes
+from edge_client.store.device_state import DeviceState
+from edge_client.store.feature_cache import FeatureCache
+from edge_client.store.stored_values import Secret
 from protocol.storage.elapsed_clock import ElapsedClock
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import BlobRef, TaskManifest

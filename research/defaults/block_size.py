@@ -18,8 +18,8 @@ from aggregator.training.robust.scatter import scatter_set
 from benchmarks.data.features import load_features, prepared
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
-from edge_client.data.outlier_filter import closest_features
-from edge_client.data.principal_prototypes import coefficients, most_rows, principal_prototypes
+from edge_client.prototypes.outlier_filter import closest_features
+from edge_client.prototypes.principal_prototypes import coefficients, most_rows, principal_prototypes
 from protocol.wire.principal_prototypes import MIN_GROUP_IMAGES, PrincipalPrototypes, joined
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition, share_out

@@ -12,7 +12,7 @@ from benchmarks.data.features import BackboneType, load_features
 from benchmarks.data.images import NAMES
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
-from edge_client.data.class_prior import adjusted, estimate
+from edge_client.heads.class_prior import adjusted, estimate
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition, share_out
 from protofleet.simulation.statistics import map_features, run_fleet

@@ -13,7 +13,7 @@ from benchmarks.data.features import backbone_file, features_of, load_features
 from benchmarks.data.images import load_data
 from benchmarks.report import Table, json_option, write_json
 from edge_client.apps.drift import WINDOW, drift_score
-from edge_client.runtime.backbone import open_backbone
+from edge_client.graphs.backbone import open_backbone
 from protocol.wire.messages import DRIFT_LIMIT
 
 BACKBONE, SIZE, DRAWS = "mobilenetv2_100:last,residual", 224, 20

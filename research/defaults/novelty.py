@@ -13,7 +13,7 @@ from benchmarks.data.features import backbone_file, features_of, load_features
 from benchmarks.data.images import load_data, sample
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
-from edge_client.runtime.backbone import open_backbone
+from edge_client.graphs.backbone import open_backbone
 from protocol.statistics.confidence import novelty_bins
 from protocol.wire.messages import CONFIDENCE_BINS
 

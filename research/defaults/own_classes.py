@@ -12,7 +12,7 @@ from aggregator.algorithms.fedtc.train_head import FedTC
 from benchmarks.data.features import load_features
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
-from edge_client.data.class_prior import FEWEST, WINDOW, Setting, adjusted, choose, label_shares
+from edge_client.heads.class_prior import FEWEST, WINDOW, Setting, adjusted, choose, label_shares
 from protofleet.simulation import algorithms
 from protofleet.simulation.fleet import Client, Features
 from protofleet.simulation.partitions import Partition, parse_partition, share_out

@@ -21,7 +21,7 @@ from benchmarks.data.images import Labeled, load_data, sample
 from benchmarks.fleets import Settings, accuracy_of
 from benchmarks.options import repeated, selected
 from benchmarks.report import Table, json_option, write_json
-from edge_client.runtime.backbone import open_backbone
+from edge_client.graphs.backbone import open_backbone
 from protofleet.simulation.fedtc import fleet_submissions
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition, share_out

@@ -25,7 +25,7 @@ from aggregator.algorithms.fpl import FPL
 from aggregator.graphs.program_export import Graphs, build, untrained
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
-from edge_client.runtime.program_graph import open_graph
+from edge_client.graphs.program_graph import open_graph
 from edge_client.training.trainer import Checkpoint, Schedule, TrainingSet, train
 from protofleet.simulation.rounds import HOOKS
 

@@ -21,7 +21,7 @@ from benchmarks.data.images import (
     load_data,
     sample,
 )
-from edge_client.runtime.backbone import open_backbone
+from edge_client.graphs.backbone import open_backbone
 from export.to_onnx import export_module
 from protocol.errors import ConfigError
 from protofleet.simulation.fleet import Client, Features

@@ -18,8 +18,8 @@ from PIL import ExifTags, Image
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.graphs.fused_model import fuse
 from aggregator.graphs.head_export import head_to_onnx
-from edge_client.predict.head import open_head
-from edge_client.runtime.backbone import open_backbone
+from edge_client.graphs.backbone import open_backbone
+from edge_client.heads.head import open_head
 from protocol.models.preprocessing import Preprocessing
 from tests.support.devices.device_factory import classifier
 from tests.support.graphs.backbones import tiny_backbone

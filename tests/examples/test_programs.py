@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import protofleet
-from edge_client.runtime.backbone import open_backbone
+from edge_client.graphs.backbone import open_backbone
 from examples.python import median_prototypes
 from examples.python.camera_folder import classify_new
 from examples.quickstart import train_backbone

@@ -23,9 +23,9 @@ from rich.console import Console
 from aggregator.config.task_file import load_task
 from aggregator.config.training_packages import PACKAGES as TRAINING_PACKAGES
 from aggregator.tasks.task_preparation import checked_backbone
-from edge_client.data.decoding import decode
-from edge_client.data.images import find_images
-from edge_client.runtime.backbone import open_backbone
+from edge_client.graphs.backbone import open_backbone
+from edge_client.images.decoding import decode
+from edge_client.images.images import find_images
 from examples.quickstart import digits as data
 from examples.quickstart.__main__ import main
 from examples.quickstart.fleet import Fleet, peak_memory_bytes

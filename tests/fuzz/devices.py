@@ -13,12 +13,12 @@ from typing import Any
 
 import msgspec
 
-from edge_client.agent import events, state_machine
-from edge_client.agent.downloads import MAX_AHEAD, MAX_AHEAD_BYTES
-from edge_client.agent.manifest_trust import ManifestTrust
-from edge_client.agent.state import Mode, State
+from edge_client.core import events, state_machine
+from edge_client.core.downloads import MAX_AHEAD, MAX_AHEAD_BYTES
+from edge_client.core.manifest_trust import ManifestTrust
+from edge_client.core.state import Mode, State
 from edge_client.service.device import Device
-from edge_client.storage.device_state import DeviceState
+from edge_client.store.device_state import DeviceState
 from protocol.errors import ProtofleetError
 from protocol.mqtt.events import Connected, Disconnected, Drained, Received
 from protocol.wire.codec import digest_of, encode

@@ -9,7 +9,7 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
-from edge_client.runtime.program_graph import Role
+from edge_client.graphs.program_graph import Role
 from protocol.errors import BackboneMismatch, GraphRefused
 from protocol.models.onnx_metadata import (
     BackboneMetadata,

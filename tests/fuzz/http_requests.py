@@ -13,10 +13,10 @@ from PIL import Image
 from edge_client.apps.http.connections import Connections, TokenGuesses
 from edge_client.apps.http.options import ServerOptions
 from edge_client.apps.http.server import RequestHandler
-from edge_client.data.class_prior import Prior
-from edge_client.data.decoding import decoded
-from edge_client.predict.classifier import Prediction
-from edge_client.storage.stored_values import InstalledHead
+from edge_client.heads.class_prior import Prior
+from edge_client.heads.classifier import Prediction
+from edge_client.images.decoding import decoded
+from edge_client.store.stored_values import InstalledHead
 from tests.fuzz.target import MIB, Target
 
 _HEAD = InstalledHead(head=bytes(32), version=1, backbones=(), classes=("cat",))

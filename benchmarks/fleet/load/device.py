@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.fleet.load.sessions import Loop, PolledSession
-from edge_client.agent import events, state_machine
-from edge_client.agent.state import Kind, Mode, State, UploadItem, head_key
+from edge_client.core import events, state_machine
+from edge_client.core.state import Kind, Mode, State, UploadItem, head_key
 from protocol.errors import ProtofleetError
 from protocol.mqtt import events as mqtt
 from protocol.mqtt.client import ConnectionOptions

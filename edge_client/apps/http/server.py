@@ -6,7 +6,7 @@ from urllib.parse import parse_qs, urlsplit
 from edge_client.apps.head_in_use import HeadInUse
 from edge_client.apps.http.limits import Answer, LimitedHandler, LimitedServer, Refused
 from edge_client.apps.http.options import ServerOptions
-from edge_client.runtime.session import release_memory
+from edge_client.graphs.session import release_memory
 from protocol.errors import ProtofleetError, UnreadableImage
 
 MAX_TOP = 4096

@@ -9,13 +9,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.data.class_prior import Adjuster
-from edge_client.data.extraction import Refusal
-from edge_client.data.holdout import held_out
-from edge_client.data.images import UNLABELED, LabeledImage
-from edge_client.predict.classifier import Classifier, Prediction, predictions
-from edge_client.predict.head import Result, joined
-from edge_client.storage.feature_cache import CHUNK_ROWS, FeatureCache
+from edge_client.heads.class_prior import Adjuster
+from edge_client.heads.classifier import Classifier, Prediction, predictions
+from edge_client.heads.head import Result, joined
+from edge_client.images.extraction import Refusal
+from edge_client.images.images import UNLABELED, LabeledImage
+from edge_client.prototypes.holdout import held_out
+from edge_client.store.feature_cache import CHUNK_ROWS, FeatureCache
 from protocol.errors import StateError
 
 Kind = Literal["label", "unknown", "duplicate", "unlabeled", "stranger"]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from edge_client.data.images import LabeledImage, class_folder
+from edge_client.images.images import LabeledImage, class_folder
 from protocol.errors import ConfigError, ProtofleetError
 from protocol.storage.blobstore import sync
 

@@ -23,9 +23,9 @@ from edge_client.apps.http.limits import (
 from edge_client.apps.http.options import ServerOptions
 from edge_client.apps.review.findings import TITLES, Finding, Review
 from edge_client.apps.review.relabeling import NotMoved, Relabeling
-from edge_client.data.decoding import decoded
-from edge_client.data.images import LabeledImage
-from edge_client.runtime.session import release_memory
+from edge_client.graphs.session import release_memory
+from edge_client.images.decoding import decoded
+from edge_client.images.images import LabeledImage
 from protocol.models.preprocessing import to_rgb
 
 THUMBNAIL_PX = 640

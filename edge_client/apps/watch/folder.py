@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from edge_client.data import file_ages
-from edge_client.data.file_ages import FileAges
-from edge_client.data.images import LabeledImage, images_below, log_skipped
+from edge_client.images import file_ages
+from edge_client.images.file_ages import FileAges
+from edge_client.images.images import LabeledImage, images_below, log_skipped
 from protocol.log import event
 from protocol.retry_delay import retry_delay_s
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from edge_client.predict.classifier import Prediction
+from edge_client.heads.classifier import Prediction
 from protocol import __version__
 from protocol.answers import HOME_ASSISTANT, UNRECOGNIZED, UNSURE
 from protocol.cli import plain

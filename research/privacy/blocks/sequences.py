@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.data.principal_prototypes import share
+from edge_client.prototypes.principal_prototypes import share
 from research.privacy.blocks.membership import span_shares
 from research.privacy.blocks.uploads import Pool, Upload, draw_rows, upload
 from research.privacy.leakage import CANDIDATES

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from benchmarks.data.features import load_features
 from benchmarks.data.images import load_data, sample
-from edge_client.data.principal_prototypes import coefficients, principal_prototypes
+from edge_client.prototypes.principal_prototypes import coefficients, principal_prototypes
 from protocol.wire.principal_prototypes import MIN_GROUP_IMAGES, PrincipalPrototypes
 from protocol.wire.quantization import dequantized_block, principal_fields, range_of
 from research.privacy.leakage import Release

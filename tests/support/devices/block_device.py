@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.agent.events import BuildSubmission
-from edge_client.data.image_scanner import Scan
-from edge_client.data.images import LabeledImage, normal
-from edge_client.storage.image_group_record import Partition
-from edge_client.storage.stored_values import Secret
-from edge_client.submission.image_features import FoundImages, prototype_columns
-from edge_client.submission.image_grouping import Grouping
-from edge_client.submission.prepared_submission import NoPrototype, PreparedSubmission, make_prototypes
+from edge_client.core.events import BuildSubmission
+from edge_client.images.image_scanner import Scan
+from edge_client.images.images import LabeledImage, normal
+from edge_client.kinds.image_features import FoundImages, prototype_columns
+from edge_client.kinds.image_grouping import Grouping
+from edge_client.kinds.prepared_submission import NoPrototype, PreparedSubmission, make_prototypes
+from edge_client.store.image_group_record import Partition
+from edge_client.store.stored_values import Secret
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import BlobRef, TaskManifest
 from tests.support.devices.device_factory import group_and_record, make_manifest, make_workspace

@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image
 
-from edge_client.data import extraction
+from edge_client.images import extraction
 from edge_client.job.program import main
 from protocol.children import connect
 from protocol.models.preprocessing import Preprocessing, preprocess

@@ -20,11 +20,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.agent.state import Mode, StoredState, UploadItem, head_key
 from edge_client.cli.status import device_status
+from edge_client.core.state import Mode, StoredState, UploadItem, head_key
 from edge_client.service.device import Device
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.job_folder import Shown
+from edge_client.store.device_state import DeviceState
+from edge_client.store.job_folder import Shown
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Drained, Outgoing, Received
 from protocol.wire.codec import decode, digest_of, encode

@@ -12,22 +12,22 @@ import numpy as np
 from onnx import helper, numpy_helper, parser
 from PIL import Image
 
-from edge_client.agent.events import BuildSubmission
-from edge_client.agent.state import Mode, UploadItem
-from edge_client.agent.submission_kinds import kind_of
 from edge_client.config import Settings
-from edge_client.data.class_prior import Adjuster
-from edge_client.data.image_scanner import ImageScanner
-from edge_client.predict.classifier import Classifier
-from edge_client.predict.head import Head
-from edge_client.runtime.backbone import Backbone, open_backbone
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.feature_cache import FeatureCache
-from edge_client.storage.stored_values import InstalledHead
-from edge_client.submission.builder import MAKE, leave_groups
-from edge_client.submission.image_features import FoundImages, Workspace
-from edge_client.submission.image_grouping import Grouping, group_images
-from edge_client.submission.prepared_submission import PreparedSubmission
+from edge_client.core.events import BuildSubmission
+from edge_client.core.state import Mode, UploadItem
+from edge_client.core.submission_kinds import kind_of
+from edge_client.graphs.backbone import Backbone, open_backbone
+from edge_client.heads.class_prior import Adjuster
+from edge_client.heads.classifier import Classifier
+from edge_client.heads.head import Head
+from edge_client.images.image_scanner import ImageScanner
+from edge_client.kinds.builder import MAKE, leave_groups
+from edge_client.kinds.image_features import FoundImages, Workspace
+from edge_client.kinds.image_grouping import Grouping, group_images
+from edge_client.kinds.prepared_submission import PreparedSubmission
+from edge_client.store.device_state import DeviceState
+from edge_client.store.feature_cache import FeatureCache
+from edge_client.store.stored_values import InstalledHead
 from protocol.models.onnx_metadata import HeadMetadata, to_properties
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import BlobRef, Program, RoundManifest, TaskManifest

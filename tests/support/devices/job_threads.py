@@ -8,9 +8,9 @@ import threading
 from multiprocessing.connection import Connection
 from typing import IO, Any, ClassVar
 
-from edge_client.data.extraction import Isolate
+from edge_client.graphs.backbone import Backbone
+from edge_client.images.extraction import Isolate
 from edge_client.job.program import Service, serve
-from edge_client.runtime.backbone import Backbone
 
 
 class EndedError(BaseException):

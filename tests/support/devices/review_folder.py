@@ -18,10 +18,10 @@ from edge_client.apps.http.options import ServerOptions
 from edge_client.apps.review.findings import Review, review
 from edge_client.apps.review.relabeling import Relabeling
 from edge_client.apps.review.server import ReviewServer
-from edge_client.data.decoding import decode
-from edge_client.data.images import LabeledImage, scan_images, unlabeled_below
-from edge_client.predict.classifier import Classifier
-from edge_client.predict.head import open_head
+from edge_client.heads.classifier import Classifier
+from edge_client.heads.head import open_head
+from edge_client.images.decoding import decode
+from edge_client.images.images import LabeledImage, scan_images, unlabeled_below
 from protocol.models.preprocessing import preprocess
 from tests.support.devices import device_factory
 from tests.support.devices.device_factory import CLASSES, image_file, tiny, write_images

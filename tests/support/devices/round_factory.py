@@ -7,9 +7,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.data.images import LabeledImage
-from edge_client.runtime.program_graph import Role
-from edge_client.storage.feature_cache import FeatureCache
+from edge_client.graphs.program_graph import Role
+from edge_client.images.images import LabeledImage
+from edge_client.store.feature_cache import FeatureCache
 from edge_client.training.trainer import Checkpoint, TrainingHooks
 from protocol.wire.arrays import to_tensor
 from protocol.wire.codec import digest_of, encode

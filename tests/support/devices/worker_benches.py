@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 
 from aggregator.intake.validation import read_message
-from edge_client.agent import events
-from edge_client.agent.state import StoredState, UploadItem
 from edge_client.config import Settings
-from edge_client.data.extraction import Isolate
+from edge_client.core import events
+from edge_client.core.state import StoredState, UploadItem
+from edge_client.images.extraction import Isolate
+from edge_client.kinds.image_features import Workspace
 from edge_client.privacy.charges import Charges
 from edge_client.service.device import Device
 from edge_client.service.jobs import JobEvent, Jobs, ShowDryRun
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.feature_cache import FeatureCache
-from edge_client.storage.job_folder import Shown
-from edge_client.submission.image_features import Workspace
+from edge_client.store.device_state import DeviceState
+from edge_client.store.feature_cache import FeatureCache
+from edge_client.store.job_folder import Shown
 from protocol.statistics.public_map import PublicMap
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import (

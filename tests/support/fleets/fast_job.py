@@ -7,9 +7,9 @@ import functools
 import os
 import sys
 
+from edge_client.graphs import onnx_model
 from edge_client.job.program import main
-from edge_client.runtime import onnx_model
-from edge_client.submission import round_submission
+from edge_client.kinds import round_submission
 from edge_client.training.trainer import TrainingHooks
 from protocol.children import connect
 

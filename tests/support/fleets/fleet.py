@@ -28,7 +28,7 @@ from aggregator.status.collect import collect_status
 from aggregator.storage.open_store import open_store
 from edge_client.cli.options import as_json_text
 from edge_client.cli.status import device_status
-from edge_client.storage.device_state import DeviceState
+from edge_client.store.device_state import DeviceState
 from protocol.errors import StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.fleets.fork_server import ForkServer, Program

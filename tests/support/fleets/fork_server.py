@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-from edge_client.runtime import watchdog
+from edge_client.graphs import watchdog
 
 _FORKS = """
 import json, os, sys
@@ -50,10 +50,10 @@ PRELOADED = (
     "aggregator.training.head_job",
     "aggregator.graphs.fused_model",
     "edge_client.cli",
-    "edge_client.predict.classifier",
+    "edge_client.heads.classifier",
     "edge_client.service.device",
-    "edge_client.submission.builder",
-    "edge_client.submission.head_installer",
+    "edge_client.kinds.builder",
+    "edge_client.heads.head_installer",
     "protocol.enrollment",
     "scipy.optimize",
     "onnxruntime",

@@ -10,7 +10,7 @@ import numpy as np
 
 from aggregator.storage.store import Store
 from aggregator.storage.sum_lists import sums_of
-from edge_client.storage.device_state import DeviceState
+from edge_client.store.device_state import DeviceState
 from protocol.statistics.secure_sums import mask_of, open_seed, submission_context
 from protocol.wire.arrays import to_array
 from protocol.wire.codec import decode

@@ -11,7 +11,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, parser
 
-from edge_client.runtime.program_graph import Graph, Role, open_graph
+from edge_client.graphs.program_graph import Graph, Role, open_graph
 from protocol.models.onnx_metadata import GraphMetadata, to_properties
 
 FEATURES, CLASSES, PROJECTION = 4, 3, 2

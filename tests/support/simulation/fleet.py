@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 
 from aggregator.intake.reassembly import Complete, Reassembly
 from aggregator.intake.validation import Refused
-from edge_client.agent import events
-from edge_client.agent.state import Kind, State, UploadItem, head_key
-from edge_client.agent.state_machine import step
-from edge_client.agent.uploads import WINDOW_FRAMES
+from edge_client.core import events
+from edge_client.core.state import Kind, State, UploadItem, head_key
+from edge_client.core.state_machine import step
+from edge_client.core.uploads import WINDOW_FRAMES
 from protocol.mqtt import events as mqtt
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import (

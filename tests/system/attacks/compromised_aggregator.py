@@ -7,9 +7,9 @@ import msgspec
 import numpy as np
 
 from aggregator.intake.assembly import Assembly
-from edge_client.runtime.backbone import open_backbone
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import Heads
+from edge_client.graphs.backbone import open_backbone
+from edge_client.store.device_state import DeviceState
+from edge_client.store.stored_values import Heads
 from protocol.wire.codec import decode, digest_of, encode, message_kind
 from protocol.wire.messages import (
     MAX_FRAME_BYTES,

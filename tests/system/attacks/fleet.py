@@ -19,8 +19,8 @@ from PIL.PngImagePlugin import PngInfo
 from aggregator.intake.assembly import Assembly
 from aggregator.security.enrollment import revoke
 from aggregator.storage.open_store import open_store
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import Heads
+from edge_client.store.device_state import DeviceState
+from edge_client.store.stored_values import Heads
 from protocol.errors import StateError
 from protocol.storage.keyfile import read_key
 from protocol.wire.codec import decode, digest_of, encode

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Self
 
 from aggregator.storage.open_store import open_store
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import Secret
+from edge_client.store.device_state import DeviceState
+from edge_client.store.stored_values import Secret
 from protocol.errors import MalformedMessage
 from protocol.wire.codec import decode, digest_of
 from protocol.wire.messages import MAX_FRAME_BYTES, Frame, Receipt

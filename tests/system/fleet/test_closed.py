@@ -10,8 +10,8 @@ from typing import get_args
 import pytest
 
 from aggregator.security.enrollment import revoke
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import Epoch
+from edge_client.store.device_state import DeviceState
+from edge_client.store.stored_values import Epoch
 from protocol.mqtt.reconnecting_session import (
     BrokerAddress,
     Connected,

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from aggregator.storage.open_store import open_store
 from edge_client.cli.status import device_status
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import Secret
+from edge_client.store.device_state import DeviceState
+from edge_client.store.stored_values import Secret
 from protocol.enrollment import read_enrollment
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import digest_of

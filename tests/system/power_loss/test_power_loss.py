@@ -10,8 +10,8 @@ from typing import NamedTuple
 import pytest
 
 from aggregator.storage.open_store import open_store
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import Heads
+from edge_client.store.device_state import DeviceState
+from edge_client.store.stored_values import Heads
 from protocol.errors import ProtofleetError
 from tests.support.fleets.fleet import write_digits, write_task
 from tests.support.fleets.fork_server import ForkServer

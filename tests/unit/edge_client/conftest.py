@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.runtime.backbone import Backbone
-from edge_client.storage.device_state import DeviceState
+from edge_client.graphs.backbone import Backbone
+from edge_client.store.device_state import DeviceState
 from protocol import children
 from tests.support.devices.device_bench import HeadBench, RoundsBench, stop_all
 from tests.support.devices.job_threads import JobThread

@@ -13,13 +13,14 @@ from click.testing import CliRunner, Result
 
 from aggregator.security.enrollment import enroll
 from aggregator.storage.open_store import open_store
-from edge_client.agent.state import StoredState
 from edge_client.cli import cli
 from edge_client.cli.run import _print_json, _show_dry_run
 from edge_client.config import Settings
+from edge_client.core.state import StoredState
+from edge_client.kinds.prepared_submission import PreparedSubmission
 from edge_client.service import device
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import (
+from edge_client.store.device_state import DeviceState
+from edge_client.store.stored_values import (
     ClassReport,
     DeviceName,
     ExtractionProgress,
@@ -28,7 +29,6 @@ from edge_client.storage.stored_values import (
     LeftOut,
     SubmissionReport,
 )
-from edge_client.submission.prepared_submission import PreparedSubmission
 from protocol.enrollment import read_enrollment
 from protocol.errors import ConfigError
 from protocol.mqtt.reconnecting_session import BrokerAddress

@@ -8,9 +8,9 @@ from click.testing import CliRunner
 
 from aggregator.security.enrollment import revoke
 from aggregator.security.mosquitto_config import access_list
-from edge_client.agent.manifest_trust import ManifestTrust
 from edge_client.cli import cli
-from edge_client.storage.device_state import DeviceState
+from edge_client.core.manifest_trust import ManifestTrust
+from edge_client.store.device_state import DeviceState
 from protocol.doctor import broker as broker_checks
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.topics import device_topic, fleet_topic

@@ -18,7 +18,7 @@ from onnx import TensorProto
 from PIL import Image
 from torch import Tensor, nn
 
-from edge_client.runtime.backbone import open_backbone
+from edge_client.graphs.backbone import open_backbone
 from export.float16 import Float16, round_values
 from export.int8 import MIN_PHOTOS, Int8
 from export.quantization import layer_names, stem

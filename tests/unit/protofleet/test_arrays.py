@@ -19,8 +19,8 @@ from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
 import protofleet
-from edge_client.data.images import find_images
-from edge_client.runtime.backbone import open_backbone
+from edge_client.graphs.backbone import open_backbone
+from edge_client.images.images import find_images
 from protocol.errors import BackboneMismatch, ConfigError, GraphRefused, UnreadableImage
 from protocol.models.onnx_metadata import BackboneMetadata, HeadMetadata, ModelMetadata, to_properties
 from protocol.models.preprocessing import Preprocessing

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 import protofleet
 from aggregator.algorithms.fedncm import FedNCM
-from edge_client.runtime.backbone import open_backbone
+from edge_client.graphs.backbone import open_backbone
 from export.block_files import block_tensors, cut
 from protocol.errors import ConfigError
 from protocol.models.onnx_metadata import BackboneMetadata, Block

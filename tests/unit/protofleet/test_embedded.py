@@ -10,10 +10,10 @@ import pytest
 import protofleet
 from aggregator.security.enrollment import enroll
 from aggregator.storage.open_store import open_store
-from edge_client.agent.state import Mode
 from edge_client.config import Settings
+from edge_client.core.state import Mode
 from edge_client.service import device as service
-from edge_client.storage.device_state import DeviceState
+from edge_client.store.device_state import DeviceState
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protofleet import events

@@ -11,8 +11,8 @@ import pytest
 
 import protofleet
 from aggregator.intake.validation import Refused
-from edge_client.storage.stored_values import ClassReport
-from edge_client.submission import prepared_submission as device
+from edge_client.kinds import prepared_submission as device
+from edge_client.store.stored_values import ClassReport
 from protocol.errors import ConfigError
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import Submission

@@ -28,8 +28,8 @@ from aggregator.algorithms.statistics.moments import (
 from aggregator.algorithms.statistics.ridge import LEAST_EXPLAINED, MAX_FREEDOM, STRENGTHS, TEMPERATURE, solve
 from aggregator.graphs.fused_model import fuse
 from aggregator.graphs.head_export import head_to_onnx, map_to_onnx, mapped, max_difference
-from edge_client.data.statistics import to_rows
-from edge_client.runtime.program_graph import open_graph
+from edge_client.graphs.program_graph import open_graph
+from edge_client.prototypes.statistics import to_rows
 from edge_client.training.trainer import project
 from protocol.errors import ProtofleetError
 from protocol.statistics.integer_rows import MAX_VALUE

@@ -29,7 +29,7 @@ from aggregator.messaging.publisher import MAX_BACKLOG, Publisher
 from aggregator.security.identity import locked_identity
 from aggregator.storage.blobs import FolderBlobs
 from aggregator.storage.open_store import open_store
-from edge_client.agent.manifest_trust import ManifestTrust, verify
+from edge_client.core.manifest_trust import ManifestTrust, verify
 from protocol.errors import BlobLost, ConfigError, ThreadFailed
 from protocol.mqtt.own_presence import OwnPresence
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Received

@@ -29,7 +29,7 @@ from aggregator.security.key_rotation import certificate_chain, issue_key, key_c
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import SigningKey
-from edge_client.agent.manifest_trust import (
+from edge_client.core.manifest_trust import (
     Identity,
     ManifestTrust,
     UntrustedManifest,

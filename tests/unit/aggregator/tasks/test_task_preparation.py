@@ -54,7 +54,7 @@ from aggregator.tasks.task_preparation import (
 from aggregator.training.head_job import run
 from aggregator.training.job_processes import Finished
 from aggregator.training.jobs import CompileJob, HeadJob, Result
-from edge_client.runtime.backbone import open_backbone
+from edge_client.graphs.backbone import open_backbone
 from protocol.errors import BackboneMismatch, ConfigError
 from protocol.models.onnx_metadata import BackboneMetadata, Block, HeadMetadata, read_metadata, to_properties
 from protocol.statistics.noisy_sums import epsilon_of_sums

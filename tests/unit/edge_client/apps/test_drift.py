@@ -13,9 +13,9 @@ import pytest
 from edge_client.apps import drift
 from edge_client.apps.drift import DriftMonitor, drift_score
 from edge_client.apps.head_in_use import HeadInUse
-from edge_client.data.decoding import decode
-from edge_client.data.extraction import ISOLATED, Refusal, feature_of
-from edge_client.storage.app_files import DRIFT_AGE_S, Drift, read_value, write_value
+from edge_client.images.decoding import decode
+from edge_client.images.extraction import ISOLATED, Refusal, feature_of
+from edge_client.store.app_files import DRIFT_AGE_S, Drift, read_value, write_value
 from protocol.wire.messages import DRIFT_LIMIT
 from tests.support.devices.device_bench import CONSTANT, HeadBench
 from tests.support.devices.device_factory import noise

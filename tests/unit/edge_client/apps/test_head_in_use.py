@@ -16,12 +16,12 @@ from click.testing import CliRunner
 from edge_client.apps.head_in_use import HeadInUse
 from edge_client.cli import cli
 from edge_client.cli.status import device_status
-from edge_client.predict.classifier import open_classifier
-from edge_client.runtime.backbone import Backbone
-from edge_client.storage.app_files import Drift, Kept, read_value
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.head_trials import MAX_FAILURES
-from edge_client.storage.stored_values import Heads, InstalledHead
+from edge_client.graphs.backbone import Backbone
+from edge_client.heads.classifier import open_classifier
+from edge_client.store.app_files import Drift, Kept, read_value
+from edge_client.store.device_state import DeviceState
+from edge_client.store.head_trials import MAX_FAILURES
+from edge_client.store.stored_values import Heads, InstalledHead
 from protocol.errors import ConfigError, ProtofleetError, StateError
 from tests.support.devices.device_bench import CONSTANT
 from tests.support.devices.device_factory import CLASSES, image_file, linear_head, noise, tiny
@@ -82,7 +82,7 @@ def test_a_backbone_that_fails_counts_only_if_the_previous_head_has_another_one(
 _CRASH = """
 import hashlib, os, signal, sys
 from edge_client.cli import cli
-from edge_client.predict.head import Head
+from edge_client.heads.head import Head
 
 run_on = Head.run_on
 

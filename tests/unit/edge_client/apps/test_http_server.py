@@ -22,9 +22,9 @@ from edge_client.apps.http.connections import Connections, TokenGuesses
 from edge_client.apps.http.options import parse_options
 from edge_client.apps.http.server import PredictionServer
 from edge_client.cli import cli
-from edge_client.data.class_prior import Setting
-from edge_client.runtime.session import release_memory
-from edge_client.storage.stored_values import ClassReport, SubmissionReport
+from edge_client.graphs.session import release_memory
+from edge_client.heads.class_prior import Setting
+from edge_client.store.stored_values import ClassReport, SubmissionReport
 from protocol.errors import ConfigError
 from protocol.mqtt.tls import BrokerAddress
 from tests.support.devices.device_bench import CONSTANT, HeadBench

@@ -21,14 +21,14 @@ from edge_client.apps.review.findings import suspicious
 from edge_client.apps.review.relabeling import NotMoved, Relabeling
 from edge_client.apps.review.server import ReviewServer
 from edge_client.cli import cli
-from edge_client.data.decoding import decode, pixel_digest
-from edge_client.data.extraction import extract
-from edge_client.data.images import LabeledImage, find_images
-from edge_client.predict import head
-from edge_client.storage import app_files
-from edge_client.storage.app_files import Kept, write_value
-from edge_client.storage.culprits import Culprits
-from edge_client.storage.feature_cache import FeatureCache
+from edge_client.heads import head
+from edge_client.images.decoding import decode, pixel_digest
+from edge_client.images.extraction import extract
+from edge_client.images.images import LabeledImage, find_images
+from edge_client.store import app_files
+from edge_client.store.app_files import Kept, write_value
+from edge_client.store.culprits import Culprits
+from edge_client.store.feature_cache import FeatureCache
 from protocol.errors import ConfigError
 from protocol.mqtt.tls import BrokerAddress
 from tests.support.devices.device_bench import HeadBench

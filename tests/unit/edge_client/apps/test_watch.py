@@ -25,13 +25,13 @@ from edge_client.apps.watch.majority import Majority
 from edge_client.cli import cli
 from edge_client.cli.predict import printer
 from edge_client.cli.watch import changes_only, classify_new, pause_s, published
-from edge_client.data import file_ages
-from edge_client.data.class_prior import Prior
-from edge_client.data.extraction import Refusal
-from edge_client.predict.classifier import Prediction
-from edge_client.runtime.backbone import Backbone
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import InstalledHead
+from edge_client.graphs.backbone import Backbone
+from edge_client.heads.class_prior import Prior
+from edge_client.heads.classifier import Prediction
+from edge_client.images import file_ages
+from edge_client.images.extraction import Refusal
+from edge_client.store.device_state import DeviceState
+from edge_client.store.stored_values import InstalledHead
 from protocol.errors import ConfigError, ProtofleetError
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Received
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess

@@ -12,18 +12,18 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from edge_client.data import extraction
-from edge_client.data.decoding import decoded
+from edge_client.images import extraction
+from edge_client.images.decoding import decoded
 from edge_client.job.program import Service
+from edge_client.kinds import private_submission
 from edge_client.privacy import charges
 from edge_client.privacy.charges import Charges
 from edge_client.privacy.policy import BUDGET
 from edge_client.privacy.sum_mechanism import noisy_sums
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.job_folder import JOB_FILE, Charge, Denial, Grant, Job, Run
-from edge_client.storage.privacy_ledger import Release
-from edge_client.storage.stored_values import PrivacySpent
-from edge_client.submission import private_submission
+from edge_client.store.device_state import DeviceState
+from edge_client.store.job_folder import JOB_FILE, Charge, Denial, Grant, Job, Run
+from edge_client.store.privacy_ledger import Release
+from edge_client.store.stored_values import PrivacySpent
 from protocol.errors import PrivacyFailed, PrivacyRefused
 from protocol.statistics.noisy_sums import epsilon_of_sums
 from tests.support.devices.job_threads import die

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_client.privacy.image_groups import pack, regroup
-from edge_client.storage.image_group_record import Group, Partition
+from edge_client.store.image_group_record import Group, Partition
 from tests.support.devices.linear_attacker import fewest_images
 
 Images = frozenset[bytes]

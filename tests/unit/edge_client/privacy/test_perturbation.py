@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from edge_client.kinds.image_features import Workspace, backbone_digests, training_feature_keys
+from edge_client.kinds.prepared_submission import PreparedSubmission
 from edge_client.privacy.noise import gaussian, laplace
 from edge_client.privacy.noise_key import subkey
 from edge_client.privacy.perturbation import perturb_image, perturb_prototypes, to_half
 from edge_client.privacy.policy import check_task
-from edge_client.storage.stored_values import Secret
-from edge_client.submission.image_features import Workspace, backbone_digests, training_feature_keys
-from edge_client.submission.prepared_submission import PreparedSubmission
+from edge_client.store.stored_values import Secret
 from protocol.errors import PrivacyRefused
 from protocol.models.preprocessing import Preprocessing
 from protocol.wire.messages import Perturbation, Program, TaskManifest

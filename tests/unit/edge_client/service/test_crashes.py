@@ -11,16 +11,17 @@ import msgspec
 import pytest
 from PIL import Image
 
-from edge_client.agent.state import Mode, head_key
-from edge_client.data import extraction
+from edge_client.core.state import Mode, head_key
+from edge_client.heads import head_installer
+from edge_client.heads.head import open_installed
+from edge_client.images import extraction
 from edge_client.job import program
 from edge_client.job.program import Service
-from edge_client.predict.head import open_installed
-from edge_client.storage.culprits import MAX_DEATHS, task_key
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.job_folder import Doing, FromJob, Line, Ready
-from edge_client.storage.stored_values import Heads, LeftOut, SubmissionReport
-from edge_client.submission import builder, head_installer, image_features
+from edge_client.kinds import builder, image_features
+from edge_client.store.culprits import MAX_DEATHS, task_key
+from edge_client.store.device_state import DeviceState
+from edge_client.store.job_folder import Doing, FromJob, Line, Ready
+from edge_client.store.stored_values import Heads, LeftOut, SubmissionReport
 from edge_client.training import local_round
 from protocol.errors import StateError
 from protocol.models.preprocessing import Preprocessing, preprocess

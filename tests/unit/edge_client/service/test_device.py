@@ -6,11 +6,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from edge_client.agent.manifest_trust import Identity
-from edge_client.agent.state import Mode, StoredState
+from edge_client.core.manifest_trust import Identity
+from edge_client.core.state import Mode, StoredState
 from edge_client.service.device import MAX_TICK_S, Device
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import (
+from edge_client.store.device_state import DeviceState
+from edge_client.store.stored_values import (
     SubmissionReport,
 )
 from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import pytest
 
-from edge_client.agent import events
-from edge_client.agent.state import MissingSpace, Mode, State
-from edge_client.agent.state_machine import step
-from edge_client.storage import disk_space
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.disk_space import DiskAlmostFull, free_bytes
+from edge_client.core import events
+from edge_client.core.state import MissingSpace, Mode, State
+from edge_client.core.state_machine import step
+from edge_client.store import disk_space
+from edge_client.store.device_state import DeviceState
+from edge_client.store.disk_space import DiskAlmostFull, free_bytes
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import BlobRef, DifferentialPrivacy, HeadManifest, HeadRef
 from tests.support.devices.device_bench import DeviceBench, HeadBench

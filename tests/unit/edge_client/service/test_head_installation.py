@@ -12,13 +12,12 @@ from click.testing import CliRunner
 from PIL import Image
 
 from edge_client.cli import cli
-from edge_client.predict import classifier
-from edge_client.runtime.backbone import open_backbone
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.feature_cache import FeatureCache
-from edge_client.storage.head_trials import MAX_FAILURES
-from edge_client.storage.stored_values import Heads, InstalledHead, StoredLocalModel
-from edge_client.submission import head_evaluation, head_installer
+from edge_client.graphs.backbone import open_backbone
+from edge_client.heads import classifier, head_evaluation, head_installer
+from edge_client.store.device_state import DeviceState
+from edge_client.store.feature_cache import FeatureCache
+from edge_client.store.head_trials import MAX_FAILURES
+from edge_client.store.stored_values import Heads, InstalledHead, StoredLocalModel
 from edge_client.training.local_round import initial_model, pack
 from protocol.errors import BackboneMismatch
 from protocol.wire.codec import digest_of

@@ -11,10 +11,10 @@ from tests.support.devices.device_factory import CLASSES, write_images
 SERVICE = """
 from pathlib import Path
 
-from edge_client.agent.state import Mode
+from edge_client.core.state import Mode
 from edge_client.config import Settings
 from edge_client.service.device import Device
-from edge_client.storage.device_state import DeviceState
+from edge_client.store.device_state import DeviceState
 from protocol.mqtt.tls import parse_brokers
 
 nobody = parse_brokers("127.0.0.1:1", tls=False)
@@ -28,7 +28,7 @@ STATUS = """
 from pathlib import Path
 
 from edge_client.cli import cli
-from edge_client.storage.device_state import DeviceState
+from edge_client.store.device_state import DeviceState
 
 DeviceState(Path("state")).close()
 cli.main(["status", "--state", "state"], standalone_mode=False)
@@ -37,9 +37,9 @@ cli.main(["status", "--state", "state"], standalone_mode=False)
 SCAN = f"""
 from pathlib import Path
 
-from edge_client.data.file_ages import FileAges
-from edge_client.data.holdout import held_out
-from edge_client.data.images import scan_images
+from edge_client.images.file_ages import FileAges
+from edge_client.prototypes.holdout import held_out
+from edge_client.images.images import scan_images
 
 images = scan_images(Path("images"), {CLASSES}).images
 FileAges().update(images)

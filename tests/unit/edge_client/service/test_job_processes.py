@@ -17,10 +17,10 @@ from PIL import Image
 
 from edge_client.service import jobs
 from edge_client.service.jobs import PROGRAM
-from edge_client.storage.culprits import task_key
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.job_folder import Finished, FromJob, Problem, Ready, Result, Run
-from edge_client.storage.stored_values import Heads, LeftOut, SubmissionReport
+from edge_client.store.culprits import task_key
+from edge_client.store.device_state import DeviceState
+from edge_client.store.job_folder import Finished, FromJob, Problem, Ready, Result, Run
+from edge_client.store.stored_values import Heads, LeftOut, SubmissionReport
 from protocol import __version__, children
 from protocol.children import Child, Process, launch_process
 from protocol.errors import StateError

@@ -13,19 +13,20 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from edge_client.agent.state import Kind
 from edge_client.cli import cli
-from edge_client.data.decoding import decoded, pixel_digest
-from edge_client.data.extraction import extract
+from edge_client.core.state import Kind
+from edge_client.heads import head_evaluation, head_installer
+from edge_client.images.decoding import decoded, pixel_digest
+from edge_client.images.extraction import extract
 from edge_client.job import program
 from edge_client.job.program import _Program
+from edge_client.kinds import builder, image_features
+from edge_client.kinds.prepared_submission import encode_submission
 from edge_client.service.jobs import IDLE_S
-from edge_client.storage.feature_cache import FeatureCache
-from edge_client.storage.job_folder import Built, Result
-from edge_client.storage.job_state import JobOutbox
-from edge_client.storage.stored_values import Heads, LeftOut, SubmissionReport
-from edge_client.submission import builder, head_evaluation, head_installer, image_features
-from edge_client.submission.prepared_submission import encode_submission
+from edge_client.store.feature_cache import FeatureCache
+from edge_client.store.job_folder import Built, Result
+from edge_client.store.job_state import JobOutbox
+from edge_client.store.stored_values import Heads, LeftOut, SubmissionReport
 from protocol import children
 from protocol.errors import RuntimeMissing, StateError, UnreadableImage
 from protocol.wire.codec import encode
@@ -109,7 +110,7 @@ def test_images_that_cannot_be_read_for_a_moment_are_released_as_before(
             raise UnreadableImage(f"{path}: Input/output error") from OSError(errno.EIO, "Input/output error")
         return decoded(path)
 
-    monkeypatch.setattr("edge_client.data.extraction.decoded", decode_or_fail)
+    monkeypatch.setattr("edge_client.images.extraction.decoded", decode_or_fail)
     bench.follow(make_manifest(backbones=(bench.offer(tiny_backbone(seed=5), "other"),)))
     assert [entry.counts for entry in bench.store.get(SubmissionReport).classes] == [(), (5, 5)]
     status = CliRunner().invoke(cli, ["status", "--state", str(bench.state)]).output

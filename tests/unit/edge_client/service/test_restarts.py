@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import Secret
+from edge_client.store.device_state import DeviceState
+from edge_client.store.stored_values import Secret
 from protocol.storage import database
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import Evaluation, HeadManifest, Receipt, Submission

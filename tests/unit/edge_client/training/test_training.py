@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edge_client.runtime.onnx_model import Tensors
-from edge_client.runtime.program_graph import Graph
-from edge_client.submission.prepared_submission import PreparedSubmission, encode_submission
+from edge_client.graphs.onnx_model import Tensors
+from edge_client.graphs.program_graph import Graph
+from edge_client.kinds.prepared_submission import PreparedSubmission, encode_submission
 from edge_client.training.local_round import (
     LocalModel,
     RoundResult,

@@ -28,8 +28,8 @@ from hypothesis import strategies as st
 from aggregator.messaging.manifest_signer import identity_of
 from aggregator.security.enrollment import enroll
 from aggregator.storage.open_store import open_store
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.feature_cache import FeatureCache
+from edge_client.store.device_state import DeviceState
+from edge_client.store.feature_cache import FeatureCache
 from protocol.errors import ConfigError, StateError
 from protocol.storage.elapsed_clock import KEEP_S, ElapsedClock
 from protocol.storage.facts import Fact, Facts

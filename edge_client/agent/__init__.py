@@ -1,1 +1,0 @@
-"""The device's state machine: (state, event) -> (state, actions). Pure; imports `protocol.wire` only."""

@@ -1,1 +1,0 @@
-"""Images to features to prototypes. Imports `runtime` and `storage`."""

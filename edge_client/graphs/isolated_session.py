@@ -1,0 +1,192 @@
+"""An ONNX Runtime session that has a process of its own for each run, in which no image has been before.
+
+Operators of ONNX Runtime may leave a part of their output as they found the memory (three did in 1.31, for tensors
+without values), and a graph can compute with what is there: images and keys, in a program that handles them. The
+program started here loads a graph and forks a process for each run. It reads neither inputs nor outputs: a run has a
+connection of its own to the device program. So all runs begin alike, also those after one that failed or was killed:
+another start of the program would have other addresses, and a graph can compute with those as well.
+"""
+
+import contextlib
+import gc
+import io
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_client.graphs.session import open_session
+from edge_client.graphs.watchdog import POLL_S
+from protocol.errors import StateError
+
+MAX_RUN_S = 300
+"""Seconds of the CPU after which a run ends by itself, if the device program has ended before it."""
+
+MAX_OUTPUT_BYTES = 2**26
+"""Outputs of a run, 64 MiB: one image's features take 4 MiB at most."""
+
+READY = DONE = b"."
+
+
+class IsolatedSession:
+    """Runs a graph that was validated, on the CPU; `file` is its path or its bytes."""
+
+    def __init__(self, file: Path | bytes) -> None:
+        self._file = file
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def start(self, options: Any) -> None:
+        """Start the program that forks; `options.terminate` ends that.
+
+        Raises:
+            StateError: it cannot be started.
+            TimeoutError: it was ended.
+        """
+        try:
+            here, there = Pipe()
+            with there:
+                # In the group of the job that starts it, with which it is killed.
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", __name__, str(there.fileno())],
+                    pass_fds=(there.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+            self._connection = here
+            here.send(self._file)
+            _answer(here, options)
+        except (EOFError, OSError) as error:
+            self.close()
+            if isinstance(error, TimeoutError):
+                raise
+            raise StateError(f"the process that runs a graph cannot be started: {error}") from error
+
+    def run(
+        self, names: Sequence[str], feeds: Mapping[str, NDArray[Any]], options: Any
+    ) -> list[NDArray[Any]]:
+        """Return the named outputs, as `InferenceSession.run` does; `options.terminate` ends the run.
+
+        Raises:
+            RuntimeError: it fails, or has ended its process.
+            TimeoutError: it was ended.
+            StateError: the program that forks has ended.
+        """
+        connection = self._connection
+        try:
+            if connection is None or self._process is None:
+                raise EOFError
+            here, there = Pipe()
+            with here:
+                with there:
+                    send_handle(connection, there.fileno(), self._process.pid)
+                    process = int(connection.recv_bytes(maxlength=20))
+                try:
+                    return _outputs(here, names, feeds, options)
+                finally:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGKILL)  # a zombie at the most: it is reaped after `DONE`
+                    connection.send_bytes(DONE)
+        except TimeoutError:
+            raise
+        except (EOFError, OSError) as error:
+            self.close()
+            raise StateError("the process that runs a graph has ended: try again") from error
+
+    def close(self) -> None:
+        """End the program that forks, and its processes."""
+        process, connection, self._process, self._connection = self._process, self._connection, None, None
+        if connection is not None:
+            connection.close()
+        if process is not None:
+            process.kill()
+            process.wait()
+
+
+def _outputs(
+    run: Connection, names: Sequence[str], feeds: Mapping[str, NDArray[Any]], options: Any
+) -> list[NDArray[Any]]:
+    ends = np.array(json.dumps([list(names), list(feeds)]))
+    try:
+        run.send_bytes(_packed([ends, *feeds.values()]))
+        return _unpacked(_answer(run, options))
+    except TimeoutError:
+        raise
+    except (EOFError, OSError) as error:
+        raise RuntimeError(
+            f"it fails, ends its process, or gives more than {MAX_OUTPUT_BYTES} bytes"
+        ) from error
+
+
+def _answer(connection: Connection, options: Any) -> bytes:
+    """Wait for an answer; raises TimeoutError if `options.terminate` comes first."""
+    while not connection.poll(POLL_S):
+        if options.terminate:
+            raise TimeoutError("no answer in time")
+    return connection.recv_bytes(maxlength=MAX_OUTPUT_BYTES)
+
+
+def _packed(arrays: Iterable[NDArray[Any]]) -> bytes:
+    file = io.BytesIO()
+    for array in arrays:
+        np.lib.format.write_array(file, np.asarray(array), allow_pickle=False)
+    return file.getvalue()
+
+
+def _unpacked(data: bytes) -> list[NDArray[Any]]:
+    """Return arrays that take no more memory than their bytes: nothing in them is compressed."""
+    file, arrays = io.BytesIO(data), []
+    while file.tell() < len(data):
+        arrays.append(np.lib.format.read_array(file, allow_pickle=False))
+    return arrays
+
+
+def main(descriptor: int) -> None:
+    """Load a graph, and fork for each run, until the other end is closed."""
+    # A service manager sends SIGTERM to all processes; the other one decides when this one ends.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    connection = Connection(descriptor)
+    session, _, _ = open_session(connection.recv(), provider="cpu", threads=1)  # a fork has no other thread
+    _unpacked(_packed([np.zeros(1)]))  # imports what each fork would import again
+    gc.freeze()
+    connection.send_bytes(READY)
+    with contextlib.suppress(EOFError):
+        while True:
+            run = recv_handle(connection)
+            process = os.fork()
+            if not process:
+                connection.close()
+                _run(session, Connection(run))
+            os.close(run)
+            connection.send_bytes(b"%d" % process)
+            connection.recv_bytes()
+            os.waitpid(process, 0)
+
+
+def _run(session: Any, connection: Connection) -> None:
+    """Answer a run and end this process, whatever becomes of the run."""
+    try:
+        with contextlib.suppress(ValueError, OSError):  # a lower limit holds already
+            resource.setrlimit(resource.RLIMIT_CPU, (MAX_RUN_S, MAX_RUN_S))
+        with contextlib.suppress(OSError):  # of all processes, this one is to end if memory is short
+            Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+        ends, *arrays = _unpacked(connection.recv_bytes())
+        names, inputs = json.loads(str(ends))
+        connection.send_bytes(_packed(session.run(names, dict(zip(inputs, arrays, strict=True)))))
+    finally:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,1 @@
+"""Heads: installed, evaluated, and used for predictions, with the prior of classes."""

@@ -1,0 +1,1 @@
+"""Images found, decoded, and turned into features."""

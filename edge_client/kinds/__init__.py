@@ -1,0 +1,1 @@
+"""Submissions of each kind, built from the device's images."""

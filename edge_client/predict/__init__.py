@@ -1,1 +1,0 @@
-"""Predictions on the device with the installed head."""

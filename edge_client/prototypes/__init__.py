@@ -1,0 +1,1 @@
+"""Features to prototypes: held-out images, outliers, averages, principal prototypes and sums. Pure."""

@@ -1,1 +1,0 @@
-"""State that survives a restart, in SQLite and files. Imports no other room but item types of `agent`."""

@@ -1,0 +1,93 @@
+"""The record of all releases under differential privacy, written before an image is looked at or noise is drawn.
+
+A state directory has one ledger, whatever task or folder of images a release was made of, so that the recorded privacy
+loss is never below the actual one, unless the directory is restored from an older copy. The number of releases stands
+in the database and in a file beside it: if the two disagree, one of them was lost, and the privacy loss is unknown.
+"""
+
+import math
+from pathlib import Path
+
+import msgspec
+
+from edge_client.store.stored_values import PrivacySpent
+from protocol.errors import PrivacyRefused
+from protocol.storage.blobstore import state_errors, write_atomically
+from protocol.storage.database import Database
+from protocol.storage.facts import Facts
+
+LOST = "the record of what was spent on privacy is damaged or lost: nothing is uploaded"
+
+
+class Release(msgspec.Struct, frozen=True):
+    """One release, numbered from 1, with the fingerprint of the task and images that it is made of.
+
+    Its noise is derived from `key` and `content`, the digest of the rows that the noise is for, which is None until
+    they are known. `key` is None once the submission is in the outbox, and of all releases but the newest.
+    """
+
+    number: int
+    fingerprint: bytes
+    noise_multiplier: float
+    key: bytes | None
+    content: bytes | None = None
+
+
+class Ledger:
+    """A device's releases, whose number is also in the file `marker`."""
+
+    def __init__(self, database: Database, marker: Path) -> None:
+        self._database = database
+        self._marker = marker
+
+    def releases(self) -> tuple[Release, ...]:
+        """Return all releases, the newest last.
+
+        Raises:
+            PrivacyRefused: some of them are lost.
+            StateError: the disk fails.
+        """
+        query = "SELECT number, fingerprint, noise_multiplier, key, content FROM releases ORDER BY number"
+        releases = tuple(Release(*row) for row in self._database.read(query))
+        count = len(releases)
+        sound = [release.number for release in releases] == list(range(1, count + 1)) and all(
+            math.isfinite(release.noise_multiplier) and release.noise_multiplier > 0 for release in releases
+        )
+        # The marker is written after the row: a power loss in between leaves it one behind.
+        marked = self._marked() in {count, count - 1}
+        if not (
+            sound and marked and (Facts(self._database).get(PrivacySpent) or PrivacySpent()).releases == count
+        ):
+            raise PrivacyRefused(LOST)
+        return releases
+
+    def charge(self, release: Release, spent: PrivacySpent) -> None:
+        """Record a release durably, before it is made, and delete the noise keys of earlier ones.
+
+        Raises:
+            StateError: the disk is full or fails.
+        """
+        values = msgspec.structs.astuple(release)
+        if self._marked() != release.number - 1:  # one behind since a power loss: it must not become two
+            write_atomically(self._marker, b"%d\n" % (release.number - 1))
+        with self._database.transaction() as database:
+            database.execute("UPDATE releases SET key = NULL")
+            database.execute("INSERT INTO releases VALUES (?, ?, ?, ?, ?)", values)
+            Facts(self._database).put(spent)
+        write_atomically(self._marker, b"%d\n" % release.number)
+
+    def bind(self, number: int, content: bytes) -> None:
+        """Record durably which features a release's noise is for, before it is made.
+
+        Raises:
+            StateError: the disk is full or fails.
+        """
+        with self._database.transaction() as database:
+            database.execute("UPDATE releases SET content = ? WHERE number = ?", (content, number))
+
+    def _marked(self) -> int:
+        if not self._marker.exists():
+            return 0
+        with state_errors(self._marker):
+            text = self._marker.read_bytes().strip()
+        return int(text) if text.isdigit() else -2

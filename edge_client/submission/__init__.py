@@ -1,1 +1,0 @@
-"""Submissions and evaluations: what a device uploads, built from its images."""
