@@ -37,7 +37,7 @@ from protocol.statistics.noisy_sums import MAX_DISCRETENESS, UNITS, deviations
 from protocol.statistics.public_map import PublicMap, read_map
 from protocol.statistics.second_moment import from_triangle
 from protocol.wire.arrays import to_array
-from protocol.wire.codec import encode
+from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, Evaluation, HeadRef, Perturbation, Privacy, Statistics, Submission
 from tests.support.devices.device_factory import PROGRAM, TINY, make_submission
 from tests.support.devices.worker_benches import PUBLIC_MAP, SIZE, WANTED, PrivateBench, without_privacy
@@ -468,6 +468,14 @@ def test_a_public_map_that_does_not_fit_costs_nothing(bench: PrivateBench, data:
     blob = BlobRef(digest=bench.store.blobs.put(data), size_bytes=len(data), name="m")
     bench.manifest = msgspec.structs.replace(bench.manifest, statistics=Statistics(map=blob, size=SIZE))
     assert reason in bench.refused()
+    assert bench.store.ledger.releases() == ()
+
+
+def test_a_damaged_public_map_is_downloaded_again(bench: PrivateBench) -> None:
+    """It costs nothing: no image was read."""
+    bench.store.blobs.path(digest_of(PUBLIC_MAP)).write_bytes(b"damaged")
+    lost = bench.worker.run(events.BuildSubmission(bench.task, bench.manifest))
+    assert lost == events.BlobsMissing(frozenset({digest_of(PUBLIC_MAP)}), "build")
     assert bench.store.ledger.releases() == ()
 
 
