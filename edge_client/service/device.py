@@ -160,6 +160,9 @@ class Device:
         if (key := head.key if head else None) != state.installed:
             self._step(events.HeadReturned(key, reason))
             self._info_is_due = True
+            if reason:
+                self._notify_head(reason)
+            self._notify_head("")
 
     def _handle(self, event: Incoming) -> None:
         """Handle an event, then report what has changed."""

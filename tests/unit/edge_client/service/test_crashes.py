@@ -18,6 +18,8 @@ from edge_client.images import extraction
 from edge_client.job import program
 from edge_client.job.program import Service
 from edge_client.kinds import builder, image_features
+from edge_client.service import device
+from edge_client.service.notices import HeadInstalled, ProblemReported
 from edge_client.store.culprits import MAX_DEATHS, task_key
 from edge_client.store.device_state import DeviceState
 from edge_client.store.job_folder import Doing, FromJob, Line, Ready
@@ -180,7 +182,9 @@ def test_a_head_that_ends_the_job_in_the_comparison_does_not_block_its_successor
         bench.install(bad)
 
 
-def test_a_head_that_fails_in_predict_gives_way_to_the_previous_one(bench: HeadBench) -> None:
+def test_a_head_that_fails_in_predict_gives_way_to_the_previous_one(
+    bench: HeadBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While the service runs: it notices, and reports the head as bad when the fleet offers it again."""
     heads = [bench.head(version, CONSTANT[name]) for version, name in ((1, "cat"), (2, "dog"))]
     for head in heads:
@@ -193,7 +197,11 @@ def test_a_head_that_fails_in_predict_gives_way_to_the_previous_one(bench: HeadB
         assert bench.info.head_version == 2
         with pytest.raises(RuntimeError), other.head_trials.count(in_use.key):
             raise RuntimeError
+    noticed: list[object] = []
+    monkeypatch.setattr(device, "notify", noticed.append)
     bench.scan()
+    assert noticed[:1] == [ProblemReported(kind="head", text="head 2 failed 3 times in use")]
+    assert [each.version for each in noticed if isinstance(each, HeadInstalled)] == [1]
     back = bench.store.get(Heads).installed
     assert back is not None
     assert (back.version, bench.info.head_version) == (1, 1)
