@@ -22,7 +22,7 @@ from edge_client.kinds.prepared_submission import (
 from edge_client.kinds.private_submission import make_private_sums
 from edge_client.kinds.round_submission import existing_submission, make_round, put_model
 from edge_client.kinds.statistics_submission import make_groups, make_sums
-from edge_client.privacy.policy import check_task
+from edge_client.privacy.policy import FAILED, check_task
 from edge_client.store.disk_space import require_space
 from edge_client.store.job_folder import Built, Line, Result
 from edge_client.store.stored_values import SubmissionSequence, TaskSubmissions
@@ -106,6 +106,8 @@ def _build(workspace: Workspace, build: BuildSubmission) -> Result:
     kind = kind_of(build.manifest)
     if not kind.is_grouped:
         return _leave(workspace, build, make_private_sums(workspace, build))
+    if not workspace.store.secret():  # without it, anybody could deal the images as it does
+        raise PrivacyFailed(FAILED)
     found = workspace.extract(build.manifest)
     grouping = group_images(workspace, build.manifest, found)
     leave_groups(workspace, grouping)

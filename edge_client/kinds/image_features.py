@@ -21,7 +21,7 @@ from edge_client.images.image_scanner import Scan, path_of
 from edge_client.images.images import LabeledImage, NoImages, name_some
 from edge_client.kinds.job_progress import ExtractionCounter, JobProgress
 from edge_client.privacy.perturbation import cache_tag, perturb_image
-from edge_client.privacy.policy import FAILED, is_bounded
+from edge_client.privacy.policy import is_bounded
 from edge_client.prototypes.holdout import held_out
 from edge_client.store.culprits import MAX_DEATHS, Culprits, task_key
 from edge_client.store.device_state import DeviceState
@@ -29,7 +29,7 @@ from edge_client.store.feature_cache import FeatureCache
 from edge_client.store.job_folder import Charge, Doing, Grant
 from edge_client.store.stored_values import BackboneProvider, LeftOut
 from protocol.cli import plain
-from protocol.errors import BackboneMismatch, ConfigError, PrivacyFailed
+from protocol.errors import BackboneMismatch, ConfigError
 from protocol.log import event
 from protocol.models.preprocessing import Preprocessing
 from protocol.wire.messages import BlobRef, TaskManifest
@@ -169,7 +169,7 @@ class Workspace:
         """
         kind = kind_of(manifest)
         opened = {} if kind.in_rounds else {each.sha256: each for each in self.backbones(manifest)}
-        alter, settings = _perturbation(manifest, self.secret(manifest)), self.settings
+        alter, settings = _perturbation(manifest, self.store.secret()), self.settings
         scan = self.find_images(manifest) if scan is None else scan
         images = scan.images
         if not images and not kind.is_private:
@@ -253,20 +253,6 @@ class Workspace:
         groups, digests = self.store.image_groups.read(), self.cache.contents()
         grouped = {image.relative for image in images if digests.get(image.identity) in groups.number_of}
         return held_out(images, self.settings.holdout, grouped=grouped)
-
-    def secret(self, manifest: TaskManifest) -> bytes:
-        """Return the device's secret, from which shuffles and noise are derived.
-
-        Raises:
-            PrivacyFailed: the task needs noise, and the secret can be neither generated nor stored.
-        """
-        try:
-            return self.store.secret(keep=not self.dry_run)
-        except Exception as error:
-            if manifest.perturbation is None and manifest.differential_privacy is None:
-                raise
-            event(log, logging.ERROR, "no secret for noise", error=error)
-            raise PrivacyFailed(FAILED) from error
 
     def training_features(
         self, manifest: TaskManifest, images: Sequence[LabeledImage]

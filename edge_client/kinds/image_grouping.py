@@ -199,7 +199,7 @@ def _dealer(workspace: Workspace, task: TaskManifest, label: int) -> np.random.G
     The groups are the same at every start until they are recorded. The shuffle depends on the secret: with known
     groups, several submissions could be solved for the sums of single ones.
     """
-    secret = workspace.secret(task)
+    secret = workspace.store.secret()
     key = hmac.digest(secret, f"{task.seed}/{workspace.settings.device_id}/{label}".encode(), "sha256")
     return np.random.default_rng(list(key))
 

@@ -96,9 +96,8 @@ def make_round(
             hooks=TrainingHooks(on_checkpoint=on_checkpoint, on_progress=progress.update),
         )
     values = result.prototypes.astype(np.float32)
-    secret = workspace.secret(manifest) if manifest.perturbation else b""
     return PreparedSubmission(
-        prototypes=outgoing_prototypes(values, result.labels, task=manifest, secret=secret),
+        prototypes=outgoing_prototypes(values, result.labels, task=manifest, secret=store.secret()),
         labels=result.labels,
         counts=result.counts,
         classes=reports,

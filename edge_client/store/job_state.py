@@ -168,8 +168,8 @@ class JobState:
         """Return the head in use and the one before it."""
         return self.get(Heads)
 
-    def secret(self, *, keep: bool = True) -> bytes:  # noqa: ARG002 - as of DeviceState
-        """Return the device's secret; empty if this job gets none."""
+    def secret(self) -> bytes:
+        """Return the device's secret, from which shuffles and noise are derived; empty if this job gets none."""
         return self._secret
 
     def next_number(self, kind: type[SubmissionSequence], *, above: int = 0) -> int:  # noqa: ARG002 - as of DeviceState

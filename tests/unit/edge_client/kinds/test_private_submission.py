@@ -29,6 +29,7 @@ from edge_client.privacy.policy import BUDGET, FAILED
 from edge_client.service.device import Device
 from edge_client.store import privacy_ledger
 from edge_client.store.feature_cache import FeatureCache
+from edge_client.store.image_group_record import Partition
 from edge_client.store.job_folder import Installed, Result
 from edge_client.store.privacy_ledger import LOST
 from edge_client.store.stored_values import PrivacySpent, SubmissionReport
@@ -333,6 +334,17 @@ def test_any_failure_uploads_nothing(bench: PrivateBench, monkeypatch: pytest.Mo
     bench.store.set(StoredState(problems={"build": reason}))
     assert "secret" not in bench.info().problem
     assert bench.info().problem
+
+
+def test_no_group_is_recorded_without_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anybody could tell which images are in it; the build is repeated."""
+    bench = PrivateBench(tmp_path, differential_privacy=None, perturbation=NOISE)
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.store, "secret", Mock(side_effect=StateError("disk I/O error")))
+        built = bench.build()
+    assert (built.item, built.reason, built.retries) == (None, FAILED, True)
+    assert bench.store.image_groups.read() == Partition()
+    assert bench.build().item is not None
 
 
 LOSSES: dict[str, Callable[[PrivateBench], object]] = {
