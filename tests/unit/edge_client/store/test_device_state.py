@@ -249,6 +249,16 @@ def test_a_trial_of_one_head_leaves_the_failures_of_another(state: DeviceState) 
     assert [file.name for file in trials.iterdir()] == [f"{head(1).key.hex()}.lock"]
 
 
+def test_a_lock_that_cannot_be_read_hides_no_failure(state: DeviceState) -> None:
+    """The service would end by it: a program of another user, which had a strict umask, may have made it."""
+    with pytest.raises(GraphRefused), state.head_trials.count(b"k"):
+        raise GraphRefused
+    lock = state.folder / "apps" / "trials" / f"{b'k'.hex()}.lock"
+    lock.unlink()
+    lock.mkdir()
+    assert state.head_trials.failures(b"k") == 1
+
+
 def test_a_killed_trial_counts(state: DeviceState) -> None:
     program = (
         "import os, signal, sys; from pathlib import Path; from edge_client.store.head_trials import HeadTrials\n"
