@@ -47,7 +47,7 @@ from protocol.wire.quantization import submission_fields
 
 @dataclass(frozen=True)
 class Mask:
-    """What a release is masked with: a key of its own, and the device that seals the mask.
+    """The mask of a release: a key of its own, and the device that seals it.
 
     `signing_key` is the device's private key, and `min_devices` the submissions that it wants in a sum.
     """
@@ -92,7 +92,7 @@ class PreparedSubmission:
     moved: int = 0
     dissolved: int = 0
     mask: "Mask | None" = None
-    """What hides the values, if the task has a second operator."""
+    """Hides the values, if the task has a second operator."""
 
     @property
     def fingerprint(self) -> str:
