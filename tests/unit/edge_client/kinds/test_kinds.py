@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from edge_client.agent import submission_kinds
 
+from edge_client.core import submission_kinds
 from edge_client.core.submission_kinds import (
     GROUPS,
     PRIVATE_SUMS,
