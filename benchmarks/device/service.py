@@ -98,7 +98,7 @@ class ControlGroup:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for _ in range(100):  # its last process may be ending still
+        for _attempt in range(100):  # its last process may be ending still
             with contextlib.suppress(OSError):
                 self.folder.rmdir()
                 return
@@ -350,7 +350,7 @@ def _once(
 
     def less(of: dict[int, list[Once]], figure: str) -> float:
         pairs = zip(ours[few], of[few], strict=True)
-        return statistics.median(getattr(own, figure) - getattr(other, figure) for own, other in pairs)
+        return float(statistics.median(getattr(own, figure) - getattr(other, figure) for own, other in pairs))
 
     def per_image_s(of: dict[int, list[Once]], figure: str = "submitted_s") -> float:
         return (median(of[many], figure) - median(of[few], figure)) / (many - few)
