@@ -85,6 +85,9 @@ PROGRAM = "edge_client.job"
 IDLE_S = 60.0
 """How long a process waits for the next job, so that rounds do not pay for its start."""
 
+MAX_DECODING_S = 3600.0
+"""Time after which a job that names no further image is ended: a decoder hangs. A graph has limits of its own."""
+
 MAX_LINES = 100
 """Lines of native code that are logged for each job; a library may write hundreds for each image."""
 
@@ -145,6 +148,7 @@ class Runner:
     """Number and folder of the job."""
     charges: Charges | None = None
     at: At = field(default_factory=At)
+    at_since_s: float = 0.0
     lines: int = 0
     is_starting: bool = True
     is_new: bool = True
@@ -238,11 +242,13 @@ class Jobs:
             self._order_scan(self._manifest)
 
     def tick(self) -> None:
-        """End processes that have waited long enough for a job."""
+        """End processes that have waited long enough for a job, and one whose decoder hangs."""
         for slot, runner in tuple(self._runners.items()):
             is_idle = runner.job is None and not runner.is_starting
             if is_idle and time.monotonic() > runner.idle_since_s + IDLE_S:
                 self._kill(slot)
+            elif runner.at.decoding and time.monotonic() > runner.at_since_s + MAX_DECODING_S:
+                runner.child.abort(f"it decoded the same images for {MAX_DECODING_S:.0f} s")
 
     def handle(self, happened: JobEvent) -> events.Event | None:
         """Return what a message of a process, its end, or a scan means for the agent.
@@ -457,7 +463,7 @@ class Jobs:
                     raise RuntimeMissing(problem)
                 runner.is_starting = False
             case At():
-                runner.at = said
+                runner.at, runner.at_since_s = said, time.monotonic()
             case Worked(what=what):
                 self._store.culprits.forget(what)
             case Decoded(image=image):
