@@ -85,6 +85,9 @@ PROGRAM = "edge_client.job"
 IDLE_S = 60.0
 """How long a process waits for the next job, so that rounds do not pay for its start."""
 
+MAX_END_S = 1.0
+"""How long the end of the service waits for a killed process, which takes milliseconds."""
+
 MAX_DECODING_S = 3600.0
 """Time after which a job that names no further image is ended: a decoder hangs. A graph has limits of its own."""
 
@@ -204,11 +207,14 @@ class Jobs:
         self._spawn("")
 
     def stop(self) -> None:
-        """Kill all processes; their ends are no fault of what they run."""
+        """Kill all processes, and wait for their ends, which are no fault of what they run."""
         self._wanted.clear()
         self._scans.put(None)
+        children = [runner.child for runner in self._runners.values()]
         for slot in tuple(self._runners):
             self._kill(slot)
+        for child in children:
+            child.wait(MAX_END_S)
 
     def build(self, build: events.BuildSubmission) -> None:
         """Build a submission in place of one that is being built; its end is SubmissionBuilt."""
