@@ -227,6 +227,7 @@ class Jobs:
         for slot, runner in tuple(self._runners.items()):
             if runner.job is not None and runner.job.name in names:
                 self._kill(slot)
+        self._start_next()  # another job may have waited for the process
 
     def check_images(self) -> None:
         """Let ImagesChanged follow if there are new images, or if scans miss one of the last submission.
