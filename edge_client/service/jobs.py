@@ -609,8 +609,8 @@ class Jobs:
         if len(at.decoding) == 1 and at.decoding[0] in self._suspects:
             self._suspects.discard(at.decoding[0])
             self._store.culprits.convict(at.decoding[0], memory_bytes=at.memory_bytes)
-        else:
-            self._suspects.update(at.decoding)
+            return  # the graphs that are named, too, did not run
+        self._suspects.update(at.decoding)
         if at.what:
             self._store.culprits.add_death(at.what)
 
