@@ -140,17 +140,7 @@ class Child:
                 selector.register(self._process.stderr, selectors.EVENT_READ, read_line)
             if self._process.ended is not None:
                 selector.register(self._process.ended, selectors.EVENT_READ, self._end_group)
-            deadline_s: float | None = None
-            while selector.get_map():
-                timeout_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-                if not (ready := selector.select(timeout_s)):
-                    self._process.kill()
-                    deadline_s = None
-                for key, _ in ready:
-                    if not key.data(key.fileobj):
-                        selector.unregister(key.fileobj)
-                        if key.fileobj is self._connection:
-                            deadline_s = time.monotonic() + MAX_EXIT_S
+            self._read_all(selector)
         try:
             code = self._process.wait(MAX_EXIT_S)
         except subprocess.TimeoutExpired:
@@ -160,6 +150,20 @@ class Child:
         if self._process.stderr is not None:
             self._process.stderr.close()  # a cycle of references may hold the process for long
         self._on_end(code)
+
+    def _read_all(self, selector: selectors.BaseSelector) -> None:
+        """Read until all is closed; kill a child that has closed its pipe and does not end."""
+        deadline_s: float | None = None
+        while selector.get_map():
+            timeout_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            if not (ready := selector.select(timeout_s)):
+                self._process.kill()
+                deadline_s = None
+            for key, _ in ready:
+                if not key.data(key.fileobj):
+                    selector.unregister(key.fileobj)
+                    if key.fileobj is self._connection:
+                        deadline_s = time.monotonic() + MAX_EXIT_S
 
     def _receive(self, connection: Connection) -> bool:
         try:
