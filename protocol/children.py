@@ -100,7 +100,7 @@ class Child:
             os.close(alive)
         self._sending = threading.Lock()
         try:
-            start_thread(self._hear, name="child", on_failure=on_failure)
+            self._thread = start_thread(self._hear, name="child", on_failure=on_failure)
         except BaseException:
             self.kill()
             raise
@@ -118,6 +118,10 @@ class Child:
         """Kill the child and the processes that it has started; `on_end` follows."""
         self.is_killed = True
         self._process.kill()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the end of a killed child, so long at most."""
+        self._thread.join(timeout_s)
 
     def abort(self, reason: str) -> None:
         """Kill a child that fails, which is its own end."""
