@@ -160,7 +160,7 @@ class Runner:
 
 
 class Jobs:
-    """The jobs of a device; `emit` takes events of its threads, which `handle` turns into events for the agent.
+    """The jobs of a device; `emit` takes events of its threads, which `handle` turns into events for the state machine.
 
     A cancelled job has no result. A job that fails for a reason other than its task or head, such as a full disk or a
     bug, raises an error in `handle`.
@@ -258,10 +258,10 @@ class Jobs:
                 runner.child.abort(f"it decoded the same images for {MAX_DECODING_S:.0f} s")
 
     def handle(self, happened: JobEvent) -> events.Event | None:
-        """Return what a message of a process, its end, or a scan means for the agent.
+        """Return what a message of a process, its end, or a scan means for the state machine.
 
         Raises:
-            ProtofleetError: a job failed for a reason that the agent cannot decide about.
+            ProtofleetError: a job failed for a reason that the state machine cannot decide about.
         """
         if isinstance(happened, Scanned):
             return self._scanned(happened)

@@ -46,7 +46,7 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListedImage(msgspec.Struct, frozen=True, array_like=True):
-    """An image file as the service has found it; see `data.images.LabeledImage`."""
+    """An image file as the service has found it; see `images.images.LabeledImage`."""
 
     relative: bytes
     label: int
@@ -59,7 +59,7 @@ class ListedImage(msgspec.Struct, frozen=True, array_like=True):
 class ImageList(msgspec.Struct, frozen=True, kw_only=True):
     """The image files that a job may read: it never looks for others, because a privacy charge is for these.
 
-    See `data.image_scanner.Scan`.
+    See `images.image_scanner.Scan`.
     """
 
     folder: bytes = b""
@@ -133,7 +133,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Built(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The result of a build; see `agent.events.SubmissionBuilt`.
+    """The result of a build; see `core.events.SubmissionBuilt`.
 
     `report` is of the submission that was made; with `awaits_block` the earlier one, `item`, stays in its place.
     """
@@ -148,7 +148,7 @@ class Built(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Installed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The result of an installation; see `agent.events.HeadInstalled`."""
+    """The result of an installation; see `core.events.HeadInstalled`."""
 
     head: bytes
     report: UploadItem | None = None
@@ -171,7 +171,7 @@ class Line(Message, frozen=True):
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
     """The upload that a dry run shows: `rows` of `size` values each, `tensors` by their shapes and bytes.
 
-    Of a block, `means` and `directions` are the rows.
+    Of a block, `means` and `directions` are the rows. The job took `seconds`, and at most `memory_bytes` so far.
     """
 
     report: SubmissionReport
@@ -183,6 +183,8 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
     block_images: int = 0
     means: int = 0
     directions: int = 0
+    seconds: float = 0.0
+    memory_bytes: int = 0
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):

@@ -181,7 +181,7 @@ class InstalledHead(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> bytes:
-        """Identifies it among the task's heads, as `agent.state.head_key` does."""
+        """Identifies it among the task's heads, as `core.state.head_key` does."""
         return self.tensors or self.head
 
     @property
