@@ -57,7 +57,7 @@ def make_private_sums(workspace: Workspace, build: BuildSubmission) -> PreparedS
         PrivacyRefused: the budget is exceeded, the submission was masked before, or any step failed; the text reveals
             nothing about images.
         DiskAlmostFull: there is too little space; the release stays charged, and is the same once there is.
-        BlobLost: the public map was damaged on disk; no image was read.
+        BlobLost: a backbone or the public map was damaged on disk; it is downloaded again.
     """
     manifest = build.manifest
     backbones, scan = workspace.backbones(manifest), workspace.find_images(manifest)

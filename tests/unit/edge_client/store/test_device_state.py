@@ -237,6 +237,19 @@ def test_a_trial_counts_unless_it_works_or_ends_for_another_reason(
     assert (state.folder / "apps" / "trials" / b"k".hex()).exists() == bool(failures)
 
 
+def test_a_trial_of_one_head_leaves_the_failures_of_another(state: DeviceState) -> None:
+    """A head that has failed too often would be in use again while a program tries the head before."""
+    state.set(Heads(head(2), head(1)))
+    for _ in range(MAX_FAILURES):
+        with pytest.raises(GraphRefused), state.head_trials.count(head(2).key):
+            raise GraphRefused
+    with DeviceState(state.folder, read_only=True).head_trials.count(head(1).key):
+        assert state.heads_in_use() == Heads(head(1))
+    state.leave_failed_heads()
+    trials = state.folder / "apps" / "trials"
+    assert [file.name for file in trials.iterdir()] == [f"{head(1).key.hex()}.lock"]
+
+
 def test_a_killed_trial_counts(state: DeviceState) -> None:
     program = (
         "import os, signal, sys; from pathlib import Path; from edge_client.store.head_trials import HeadTrials\n"
