@@ -56,6 +56,10 @@ def read_settings(
         values: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise click.BadParameter(f"{file}: {error}") from error
+    for name, each in values.items():
+        if isinstance(each, dict) and name not in tables and _key(name) not in tables[""]:
+            known = ", ".join(f"[{table}]" for table in sorted(filter(None, tables)))
+            raise click.BadParameter(f"{file}: unknown table [{name}]{known and f'; known: {known}'}")
     found = {name: each for name, each in values.items() if name and name in tables}
     found[""] = {name: each for name, each in values.items() if name not in found}
     checked: dict[str, dict[str, Any]] = {}

@@ -36,7 +36,7 @@ class HeadInUse:
         self._open = partial(open_classifier, store, **options)
         self._lock = threading.Lock()
         self._opened: Classifier | None = None
-        self._problem = ProtofleetError("no head is installed")
+        self._problem = ProtofleetError()
         self._tried: InstalledHead | None = None
         self._retry_s = 0.0
 
@@ -63,9 +63,15 @@ class HeadInUse:
         try:
             opened = self._open(opened=self._opened.backbones if self._opened else ())
         except ProtofleetError as error:
-            self._problem = error
-            event(log, logging.ERROR, "head not used", reason=str(error))
+            before, self._problem = self._problem, error
+            if str(error) == str(before):
+                return
+            if self._tried is None:
+                event(log, logging.INFO, "waiting for the first head", state=self._store.folder)
+            else:
+                event(log, logging.ERROR, "head not used", reason=str(error))
             return
+        self._problem = ProtofleetError()
         monitor = DriftMonitor(
             self._store.folder, opened.head, tuple(each.sha256 for each in opened.backbones)
         )

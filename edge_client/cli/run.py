@@ -15,7 +15,6 @@ from edge_client.cli.options import (
     as_json_text,
     backbone_option,
     extraction_options,
-    loading_modules,
     member_options,
     open_state,
     privacy_options,
@@ -115,12 +114,11 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     enrollment: Path | None, max_epsilon: float | None, second_operator: bytes | None,
     min_devices: int | None, **access_given: Any,
 ) -> int:  # fmt: skip
-    with loading_modules():
-        from edge_client.config import membership
-        from edge_client.core.state import Mode, StoredState
-        from edge_client.service.device import Device
-        from edge_client.service.programs import running
-        from protocol.mqtt.tls import readable_by_others, warnings
+    from edge_client.config import membership
+    from edge_client.core.state import Mode, StoredState
+    from edge_client.service.device import Device
+    from edge_client.service.programs import running
+    from protocol.mqtt.tls import readable_by_others, warnings
 
     start_logging(verbose=verbose)
     if second_operator is not None and max_epsilon is None:

@@ -77,7 +77,7 @@ def with_certificates(trust: ManifestTrust, signed: Signed) -> ManifestTrust:
     """Return the trust after the certificates in a manifest, whose signatures are valid.
 
     A certificate counts if the root has signed it, or the trusted key while no root is known, and if its number is
-    greater than that of the trusted key: an old one cannot bring an old key back. Rollout are counted anew with each
+    greater than that of the trusted key: an old one cannot bring an old key back. Releases are counted anew with each
     key: a stolen one may have signed the greatest number, above which its successor could sign nothing.
     """
     for each in sorted(signed.certificates, key=lambda each: each.number):

@@ -202,7 +202,7 @@ def open_classifier(
     """
     heads = store.heads_in_use()
     if (installed := heads.installed) is None:
-        text = f"no head in {store.folder}: run `edge-client --broker HOST` until one is installed"
+        text = f"no head in {store.folder} yet: `edge-client run` installs it once the fleet has one"
         raise ConfigError(text)
     has_other_backbones = heads.previous is not None and heads.previous.backbones != installed.backbones
     trial = nullcontext() if sample is None else store.head_trials.count(installed.key)

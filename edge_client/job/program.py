@@ -3,7 +3,10 @@
 import contextlib
 import logging
 import os
+import resource
+import sys
 import threading
+import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -192,6 +195,7 @@ class _Program:
         (folder / RESULT_FILE).write_bytes(msgspec.json.encode(result))
 
     def _result(self, run: Run, folder: Path, job: Job) -> Result:
+        begin_s = time.perf_counter()
         state_folder = folder.parent.parent
         state = JobState(state_folder, folder, job, run)
         try:
@@ -206,8 +210,12 @@ class _Program:
                 result = HeadInstaller(workspace).install(install)
         except StateError as error:
             return Result(outcome=_problem(error))
+        if (shown := result.shown) is not None:
+            passed_s = time.perf_counter() - begin_s
+            shown = replace(shown, seconds=passed_s, memory_bytes=_peak_bytes())
         return replace(
             result,
+            shown=shown,
             facts=state.changes,
             partition=state.image_groups.partition
             if state.image_groups.partition is not job.partition
@@ -249,6 +257,11 @@ class _Program:
         if writes and not self._lock.take(wait_s=LOCK_WAIT_S):
             raise StateError(f"another job still writes the features in {folder}: try again")
         return FeatureCache(folder / "features.sqlite")
+
+
+def _peak_bytes() -> int:
+    """Return the most memory that this process has taken."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _decoded(data: bytes, kind: type[Manifest]) -> Manifest:

@@ -65,7 +65,7 @@ def make_private_sums(workspace: Workspace, build: BuildSubmission) -> PreparedS
         size = sum(each.metadata.feature_size for each in backbones)
         public = _public_map(workspace, manifest, feature_size=size)
         return _make(workspace, build, scan, public=public)
-    except (BlobLost, DiskAlmostFull, GraphRefused, PrivacyRefused):
+    except (GraphRefused, PrivacyRefused, DiskAlmostFull, BlobLost):
         raise
     except Exception as error:
         event(log, logging.ERROR, "differential privacy failed", error=f"{type(error).__name__}: {error}")

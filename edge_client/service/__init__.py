@@ -1,1 +1,1 @@
-"""The device program as a service: the agent's state machine, an MQTT session, and jobs as child processes."""
+"""The device program as a service: the state machine, an MQTT session, and jobs as child processes."""

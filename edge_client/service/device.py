@@ -1,4 +1,4 @@
-"""The device program: passes what happens to the agent, performs its actions, and publishes what the device reports."""
+"""The device program: passes events to the state machine, performs its actions, and publishes what it reports."""
 
 import contextlib
 import logging
@@ -54,11 +54,11 @@ MAX_TICK_S = 10.0
 """Seconds after which the device looks at its images and files although messages arrive all the time."""
 
 _LOGGED = {"task": logging.ERROR, "manifest": logging.ERROR, "link": logging.WARNING}
-"""Problems that no action of the agent logs, with their levels."""
+"""Problems that no action of the state machine logs, with their levels."""
 
 
 Incoming = mqtt.Event | JobEvent | events.Event | events.Exit | BaseException
-"""Events of the MQTT session, of jobs and of the agent's own actions, and errors of threads."""
+"""Events of the MQTT session, of jobs and of the state machine's own actions, and errors of threads."""
 
 
 class Device:
@@ -352,7 +352,7 @@ class Device:
         return not self._is_dry_run and deaths >= MAX_DEATHS
 
     def _step(self, event: events.Event) -> None:
-        """Let the agent handle an event, and perform the actions that follow."""
+        """Let the state machine handle an event, and perform the actions that follow."""
         before = self._state.durable
         self._state, actions = state_machine.step(self._state, event, now_s=time.monotonic())
         if not self._is_dry_run and (durable := self._state.durable) != before:

@@ -1,4 +1,4 @@
-"""Received messages: verified, decoded, and translated into the agent's events."""
+"""Received messages: verified, decoded, and translated into events of the state machine."""
 
 import contextlib
 import logging

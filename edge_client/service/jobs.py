@@ -85,6 +85,12 @@ PROGRAM = "edge_client.job"
 IDLE_S = 60.0
 """How long a process waits for the next job, so that rounds do not pay for its start."""
 
+MAX_END_S = 1.0
+"""How long the end of the service waits for a killed process, which takes milliseconds."""
+
+MAX_DECODING_S = 3600.0
+"""Time after which a job that names no further image is ended: a decoder hangs. A graph has limits of its own."""
+
 MAX_LINES = 100
 """Lines of native code that are logged for each job; a library may write hundreds for each image."""
 
@@ -145,6 +151,7 @@ class Runner:
     """Number and folder of the job."""
     charges: Charges | None = None
     at: At = field(default_factory=At)
+    at_since_s: float = 0.0
     lines: int = 0
     is_starting: bool = True
     is_new: bool = True
@@ -153,7 +160,7 @@ class Runner:
 
 
 class Jobs:
-    """The jobs of a device; `emit` takes events of its threads, which `handle` turns into events for the agent.
+    """The jobs of a device; `emit` takes events of its threads, which `handle` turns into events for the state machine.
 
     A cancelled job has no result. A job that fails for a reason other than its task or head, such as a full disk or a
     bug, raises an error in `handle`.
@@ -200,11 +207,14 @@ class Jobs:
         self._spawn("")
 
     def stop(self) -> None:
-        """Kill all processes; their ends are no fault of what they run."""
+        """Kill all processes, and wait for their ends, which are no fault of what they run."""
         self._wanted.clear()
         self._scans.put(None)
+        children = [runner.child for runner in self._runners.values()]
         for slot in tuple(self._runners):
             self._kill(slot)
+        for child in children:
+            child.wait(MAX_END_S)
 
     def build(self, build: events.BuildSubmission) -> None:
         """Build a submission in place of one that is being built; its end is SubmissionBuilt."""
@@ -227,6 +237,7 @@ class Jobs:
         for slot, runner in tuple(self._runners.items()):
             if runner.job is not None and runner.job.name in names:
                 self._kill(slot)
+        self._start_next()  # another job may have waited for the process
 
     def check_images(self) -> None:
         """Let ImagesChanged follow if there are new images, or if scans miss one of the last submission.
@@ -238,17 +249,19 @@ class Jobs:
             self._order_scan(self._manifest)
 
     def tick(self) -> None:
-        """End processes that have waited long enough for a job."""
+        """End processes that have waited long enough for a job, and one whose decoder hangs."""
         for slot, runner in tuple(self._runners.items()):
             is_idle = runner.job is None and not runner.is_starting
             if is_idle and time.monotonic() > runner.idle_since_s + IDLE_S:
                 self._kill(slot)
+            elif runner.at.decoding and time.monotonic() > runner.at_since_s + MAX_DECODING_S:
+                runner.child.abort(f"it decoded the same images for {MAX_DECODING_S:.0f} s")
 
     def handle(self, happened: JobEvent) -> events.Event | None:
-        """Return what a message of a process, its end, or a scan means for the agent.
+        """Return what a message of a process, its end, or a scan means for the state machine.
 
         Raises:
-            ProtofleetError: a job failed for a reason that the agent cannot decide about.
+            ProtofleetError: a job failed for a reason that the state machine cannot decide about.
         """
         if isinstance(happened, Scanned):
             return self._scanned(happened)
@@ -457,7 +470,7 @@ class Jobs:
                     raise RuntimeMissing(problem)
                 runner.is_starting = False
             case At():
-                runner.at = said
+                runner.at, runner.at_since_s = said, time.monotonic()
             case Worked(what=what):
                 self._store.culprits.forget(what)
             case Decoded(image=image):
@@ -608,8 +621,8 @@ class Jobs:
         if len(at.decoding) == 1 and at.decoding[0] in self._suspects:
             self._suspects.discard(at.decoding[0])
             self._store.culprits.convict(at.decoding[0], memory_bytes=at.memory_bytes)
-        else:
-            self._suspects.update(at.decoding)
+            return  # the graphs that are named, too, did not run
+        self._suspects.update(at.decoding)
         if at.what:
             self._store.culprits.add_death(at.what)
 

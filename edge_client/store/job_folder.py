@@ -171,7 +171,7 @@ class Line(Message, frozen=True):
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
     """The upload that a dry run shows: `rows` of `size` values each, `tensors` by their shapes and bytes.
 
-    Of a block, `means` and `directions` are the rows.
+    Of a block, `means` and `directions` are the rows. The job took `seconds`, and at most `memory_bytes` so far.
     """
 
     report: SubmissionReport
@@ -183,6 +183,8 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
     block_images: int = 0
     means: int = 0
     directions: int = 0
+    seconds: float = 0.0
+    memory_bytes: int = 0
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,5 +1,6 @@
 """Attacks by ONNX graphs, from an aggregator that an attacker controls."""
 
+import contextlib
 import functools
 from collections.abc import Iterable, Iterator
 
@@ -14,9 +15,9 @@ REPORT = "the device's `problem`, the head's `reason`"
 RUN_S = 4.0
 """Limit of a graph that exceeds it."""
 LONG_RUN_S = 600.0
-"""Limit of a graph that ends before, also on a busy machine: by an error, or by a kill of the program."""
+"""Limit of a graph that ends before, also on a busy machine: by an error, or by a kill of the job."""
 HELD_BYTES = 400 * 1024**2
-"""Memory of a head at which the program is killed."""
+"""Memory of a head at which its job is killed."""
 
 
 @attack(
@@ -49,14 +50,13 @@ def foreign_graphs(fleet: AttackedFleet) -> Iterator[bool]:
     otherwise=REPORT,
 )
 def exhausting_heads(fleet: AttackedFleet) -> Iterator[bool]:
-    """Terabytes at once, gigabytes by repetition, one that gets the program killed, endless loops and products."""
+    """Terabytes at once, gigabytes by repetition, one that gets its job killed, endless loops and products."""
     with CompromisedAggregator(fleet, "exhausting", run_s=LONG_RUN_S) as aggregator:
         yield from _refused(aggregator, FAILING, "fails on its inputs")
         large = functools.partial(infinite_loop, held_bytes=HELD_BYTES)
         aggregator.publish_head(changed(aggregator.valid_head, large))
         for _ in range(3):
             _kill_when_large(fleet)
-            aggregator.start_device()
         problem = aggregator.wait_for_report()
         yield "ended 3 times while it ran the head" not in problem or not aggregator.device_uses_valid_head()
         aggregator.restart_device(run_s=RUN_S)
@@ -76,7 +76,7 @@ def _refused(aggregator: CompromisedAggregator, changes: Iterable[Change], words
     otherwise="the device's `problem`",
 )
 def exhausting_backbones(fleet: AttackedFleet) -> Iterator[bool]:
-    """A loop, which another task ends; then one for which the program is killed three times, also by the next start."""
+    """A loop, which another task ends; then one for which three jobs in a row are killed."""
     with CompromisedAggregator(fleet, "backbones", run_s=RUN_S) as aggregator:
         endless = changed(aggregator.backbone, infinite_loop)
         aggregator.publish_task(endless)
@@ -87,7 +87,6 @@ def exhausting_backbones(fleet: AttackedFleet) -> Iterator[bool]:
         aggregator.publish_task(changed(aggregator.backbone, deadly))
         for _ in range(3):
             _kill_when_large(fleet)
-            aggregator.start_device()
         aggregator.wait_for_problem("ended 3 times while it ran the task's graphs")
         yield not aggregator.device_uses_valid_head() or fleet.processes[DEVICE].poll() is not None
         yield not _follows_another_task(aggregator)
@@ -103,9 +102,15 @@ def _follows_another_task(aggregator: CompromisedAggregator) -> bool:
 
 
 def _kill_when_large(fleet: AttackedFleet) -> None:
-    """Kill the device as a machine without memory does."""
-    process = psutil.Process(fleet.processes[DEVICE].pid)
-    fleet.wait_until(
-        f"large memory of {DEVICE}", lambda: process.memory_info().rss > HELD_BYTES, pause_s=0.02
-    )
-    fleet.kill(DEVICE)
+    """Kill the device's job as a machine without memory does; the service runs it again."""
+
+    def large() -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            jobs = psutil.Process(fleet.processes[DEVICE].pid).children()
+            return [job for job in jobs if job.memory_info().rss > HELD_BYTES]
+        return []
+
+    fleet.wait_until(f"large memory of a job of {DEVICE}", large, pause_s=0.02)
+    for job in large():
+        job.kill()
+        job.wait()

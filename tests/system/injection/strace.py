@@ -18,6 +18,9 @@ KILLED_IN_JOB = "edge-client, killed in a job"
 """The service is killed while its first job is stopped at a call, and started again at once."""
 
 
+DETACH_S = 30.0
+
+
 class Strace:
     """strace, which writes the calls of a program to a log.
 
@@ -43,7 +46,11 @@ class Strace:
         """End the trace and all injections; the program continues."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGINT)
-        self._process.communicate()
+        try:
+            self._process.communicate(timeout=DETACH_S)
+        except subprocess.TimeoutExpired:  # it misses the end of a process that is killed as it is attached
+            self._process.kill()
+            self._process.communicate()
 
 
 def unavailable() -> str:

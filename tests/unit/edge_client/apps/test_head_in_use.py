@@ -1,5 +1,6 @@
 """The head that long-running programs and `predict` use: opened, followed, and left when it fails."""
 
+import logging
 import os
 import signal
 import sqlite3
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from edge_client.apps import head_in_use
 from edge_client.apps.head_in_use import HeadInUse
 from edge_client.cli import cli
 from edge_client.cli.status import device_status
@@ -38,6 +40,10 @@ def installed(store: DeviceState, version: int, *, seed: int = 0, best: str = "c
         backbones=(store.blobs.put(tiny_backbone(seed=seed)),),
         classes=CLASSES,
     )
+
+
+def _raise(*_: Any) -> Any:
+    raise ProtofleetError("no memory")
 
 
 def follow(store: DeviceState) -> HeadInUse:
@@ -70,10 +76,7 @@ def test_a_backbone_that_fails_counts_only_if_the_previous_head_has_another_one(
     head = installed(store, 2)
     store.set(Heads(head, installed(store, 1, seed=seed_of_previous)))
 
-    def fail(*_: Any) -> Any:
-        raise ProtofleetError("no memory")
-
-    monkeypatch.setattr(Backbone, "features", fail)
+    monkeypatch.setattr(Backbone, "features", _raise)
     with pytest.raises(ProtofleetError, match="no memory"):
         open_classifier(store, provider="cpu", threads=1)
     assert store.head_trials.failures(head.key) == failures
@@ -162,6 +165,22 @@ def test_take_over_is_refused_while_the_service_runs(tmp_path: Path) -> None:
     assert "nothing to do" in CliRunner().invoke(cli, command).output
 
 
-def test_a_device_without_a_head_says_so(store: DeviceState) -> None:
-    with pytest.raises(ConfigError, match="no head in"):
-        follow(store).follow()
+def test_a_device_without_a_head_says_so_once(
+    store: DeviceState, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A device waits for its first head for hours, which is no error; a head that cannot be used is one."""
+    monkeypatch.setattr(head_in_use, "RETRY_S", 0.0)
+    caplog.set_level(logging.INFO)
+    using = follow(store)
+    for _ in range(3):
+        with pytest.raises(ConfigError, match="no head in"):
+            using.follow()
+    store.set(Heads(installed(store, 1)))
+    monkeypatch.setattr(Backbone, "features", _raise)
+    for _ in range(3):
+        with pytest.raises(ProtofleetError, match="no memory"):
+            using.follow()
+    assert [(each.levelname, each.message) for each in caplog.records] == [
+        ("INFO", f"waiting for the first head state={store.folder}"),
+        ("ERROR", 'head not used reason="no memory"'),
+    ]

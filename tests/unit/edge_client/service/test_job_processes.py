@@ -119,6 +119,27 @@ def test_a_job_that_hangs_in_native_code_is_killed(
     assert "job ended" not in caplog.text
 
 
+def test_an_image_that_hangs_the_decoder_is_left_out(
+    tmp_path: Path, start: Callable[[str], Launcher], caplog: pytest.LogCaptureFixture
+) -> None:
+    """An hour later; decoded by itself, it hangs again."""
+    start(DEADLY)
+    bench = HeadBench(tmp_path)
+    image_file(tmp_path / "data/cat/hangs.png", noise(34, 34))
+    bench.deliver(*bench.signed(make_manifest(seed=1)))
+    ended = f"job ended: it decoded the same images for {jobs.MAX_DECODING_S:.0f} s"
+    _wait_for(lambda: HUNG in caplog.text)
+    for left in (False, True):  # then by itself
+        bench.clock.advance(jobs.MAX_DECODING_S + 1)
+        bench.deliver(bench.topic("ack"), b"junk")
+        _wait_for(lambda: ended in caplog.text)
+        if not left:
+            caplog.clear()
+            _wait_for(lambda: HUNG in caplog.text)
+    _wait_for(lambda: bench.store.get(LeftOut).unusable != ())
+    assert "hangs.png" in str(bench.store.get(LeftOut).unusable)
+
+
 def _wait_for(condition: Callable[[], bool]) -> None:
     """Wait for a state; a test that it never reaches ends by its timeout."""
     while not condition():
