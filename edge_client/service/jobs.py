@@ -11,7 +11,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -507,10 +507,7 @@ class Jobs:
         if runner.lines == MAX_LINES:
             line = "further messages of libraries are omitted"
         if runner.lines <= MAX_LINES:
-            images = ", ".join(os.fsdecode(each).split("-", 2)[-1] for each in runner.at.decoding[:3])
-            more = len(runner.at.decoding) - 3
-            if more > 0:
-                images += f" or {more} more"
+            images = _named(runner.at.decoding)
             event(log, logging.WARNING, "message of a library", text=line, images=images or None)
 
     # Results
@@ -607,8 +604,7 @@ class Jobs:
                 raise StateError(f"the program of jobs ended at its start: {why}")
             self._start_next()
             return None
-        images = ", ".join(os.fsdecode(each).split("-", 2)[-1] for each in at.decoding[:3])
-        event(log, logging.ERROR, f"job ended: {why}", job=job.name, decoding=images or None)
+        event(log, logging.ERROR, f"job ended: {why}", job=job.name, decoding=_named(at.decoding) or None)
         if self._show is not None or not (at.what or at.decoding):
             raise StateError(f"the process of a job ended: {why}; see the log")
         self._blame(at)
@@ -624,6 +620,12 @@ class Jobs:
             self._suspects.update(at.decoding)
         if at.what:
             self._store.culprits.add_death(at.what)
+
+
+def _named(decoding: Sequence[bytes]) -> str:
+    """Return the paths of images that may be being decoded, of which three are named."""
+    text, more = ", ".join(os.fsdecode(each).split("-", 2)[-1] for each in decoding[:3]), len(decoding) - 3
+    return f"{text} or {more} more" if more > 0 else text
 
 
 def _ending(code: int) -> str:

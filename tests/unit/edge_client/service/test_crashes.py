@@ -1,6 +1,7 @@
 """Tasks, heads and images that end jobs, and files that the device's disk has changed."""
 
 import contextlib
+import re
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -324,6 +325,7 @@ def test_an_image_that_ends_the_job_is_left_out_and_not_the_task(
     monkeypatch.setattr(extraction, "preprocess", preprocess_or_die)
     monkeypatch.setattr(extraction, "limit_bytes", lambda: 10**9)
     bench = HeadBench(tmp_path, batch_size=4)
+    assert re.search(r'job=build decoding="cat/\S+, cat/\S+, cat/\S+ or \d more"', caplog.text)
     assert ends() == 2
     ((path, reason),) = bench.store.get(LeftOut).unusable
     assert (path, "the program crashed when it decoded this image" in reason) == (str(deadly), True)
