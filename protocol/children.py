@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -85,6 +86,7 @@ class Child:
         """True once `kill` was called: its end is not its own."""
         self.reason = ""
         """Why it was aborted; empty if it was not."""
+        self._sending = threading.Lock()
         self._connection, there = Pipe()
         alive, self._alive = os.pipe()
         try:
@@ -98,7 +100,6 @@ class Child:
         finally:
             there.close()
             os.close(alive)
-        self._sending = threading.Lock()
         try:
             self._thread = start_thread(self._hear, name="child", on_failure=on_failure)
         except BaseException:
@@ -143,17 +144,30 @@ class Child:
                 selector.register(self._process.stderr, selectors.EVENT_READ, read_line)
             if self._process.ended is not None:
                 selector.register(self._process.ended, selectors.EVENT_READ, self._end_group)
-            while selector.get_map():
-                for key, _ in selector.select():
-                    if not key.data(key.fileobj):
-                        selector.unregister(key.fileobj)
+            self._read_all(selector)
         try:
             code = self._process.wait(MAX_EXIT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
         self._close()
+        if self._process.stderr is not None:
+            self._process.stderr.close()  # a cycle of references may hold the process for long
         self._on_end(code)
+
+    def _read_all(self, selector: selectors.BaseSelector) -> None:
+        """Read until all is closed; kill a child that has closed its pipe and does not end."""
+        deadline_s: float | None = None
+        while selector.get_map():
+            timeout_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            if not (ready := selector.select(timeout_s)):
+                self._process.kill()
+                deadline_s = None
+            for key, _ in ready:
+                if not key.data(key.fileobj):
+                    selector.unregister(key.fileobj)
+                    if key.fileobj is self._connection:
+                        deadline_s = time.monotonic() + MAX_EXIT_S
 
     def _receive(self, connection: Connection) -> bool:
         try:
@@ -169,7 +183,8 @@ class Child:
         return False
 
     def _close(self) -> None:
-        self._connection.close()
+        with self._sending:  # else its number may be another file's while a message is sent
+            self._connection.close()
         os.close(self._alive)
 
 
@@ -223,8 +238,9 @@ def launch_process(module: str, pipe: Connection, alive: int) -> Process:
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
-    if sys.platform == "linux":
-        process.ended = os.pidfd_open(process.pid)
+    if (pidfd_open := getattr(os, "pidfd_open", None)) is not None:  # of Linux, and not of every Python there
+        with contextlib.suppress(OSError):  # an old kernel, or a container that forbids it
+            process.ended = pidfd_open(process.pid)
     return process
 
 

@@ -109,12 +109,12 @@ class FederatedClassifier:
         """
         features = _features(X)
         labels = _labels(y, len(features))
-        devices = _devices(groups, len(features))
-        self.classes_, numbers = np.unique(labels, return_inverse=True)
+        names, devices = _numbered(_devices(groups, len(features)), "groups")
+        self.classes_, numbers = _numbered(labels, "y")
         if len(self.classes_) < 2:
             raise InvalidArrays("expected at least 2 classes in y, got 1 class")
         self.n_features_in_ = features.shape[1]
-        self.head_ = self._train(features, numbers.astype(np.int64), devices)
+        self.head_ = self._train(features, numbers, devices, names)
         return self
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:  # noqa: N803
@@ -129,14 +129,15 @@ class FederatedClassifier:
 
     def score(self, X: ArrayLike, y: ArrayLike) -> float:  # noqa: N803
         """Return the accuracy on features X, (n, L), of the classes y, (n,)."""
-        return float((self.predict(X) == np.asarray(y)).mean())
+        found = self.predict(X)
+        return float((found == _labels(y, len(found))).mean())
 
     def __repr__(self) -> str:
         defaults = FederatedClassifier().get_params()
         changed = {
             name: value
             for name, value in self.get_params().items()
-            if name not in defaults or value is not defaults[name]
+            if name not in defaults or repr(value) != repr(defaults[name])
         }
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
@@ -158,7 +159,13 @@ class FederatedClassifier:
         request.fit.add_request(param="groups", alias=True)
         return request
 
-    def _train(self, features: NDArray[np.float32], labels: NDArray[np.int64], devices: NDArray[Any]) -> Head:
+    def _train(
+        self,
+        features: NDArray[np.float32],
+        labels: NDArray[np.int64],
+        devices: NDArray[np.int64],
+        names: NDArray[Any],
+    ) -> Head:
         own = FederatedClassifier().get_params()
         settings = {name: value for name, value in self.get_params().items() if name not in own}
         try:
@@ -171,7 +178,7 @@ class FederatedClassifier:
                 "algorithms of rounds"
             )
         if isinstance(method, Statistics):
-            return self._train_statistics(method, features, labels, devices)
+            return self._train_statistics(method, features, labels, devices, names)
         options: dict[str, Any] = {
             name: getattr(self, name) for name in ("batch_size", "alpha", "min_images")
         }
@@ -179,8 +186,8 @@ class FederatedClassifier:
         if method.blocks and self.recipe == "default":
             make, options["widths"] = device_prototypes, self.widths
         parts = {}
-        for number, name in enumerate(np.unique(devices)):
-            mine = devices == name
+        for number, name in enumerate(names):
+            mine = devices == number
             parts[str(name)] = make(features[mine], labels[mine], seed=(self.seed, number), **options)
         return train_head(
             parts,
@@ -197,7 +204,8 @@ class FederatedClassifier:
         method: Statistics,
         features: NDArray[np.float32],
         labels: NDArray[np.int64],
-        devices: NDArray[Any],
+        devices: NDArray[np.int64],
+        names: NDArray[Any],
     ) -> Head:
         from protofleet.simulation.statistics import map_features, solve_fleet
 
@@ -206,9 +214,8 @@ class FederatedClassifier:
         normalized = len(self.widths) > 0
         source = Features(features, labels, features[:0], labels[:0], normalized=normalized)
         data = map_features(source, random_features=method.features, seed=self.seed)
-        names, owners = np.unique(devices, return_inverse=True)
         solved = solve_fleet(
-            data, owners, batch_size=self.batch_size, seed=self.seed, robust=self.robust or ROBUST
+            data, devices, batch_size=self.batch_size, seed=self.seed, robust=self.robust or ROBUST
         )
         return Head(
             classes=tuple(map(str, self.classes_)),
@@ -285,7 +292,20 @@ def _devices(groups: ArrayLike | None, images: int) -> NDArray[Any]:
         raise InvalidArrays(
             f"expected groups of shape ({images},), a device for each feature, got {array.shape}"
         )
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise InvalidArrays("expected a device for each feature in groups, got NaN or infinity")
     return array
+
+
+def _numbered(values: NDArray[Any], name: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Return the different values, sorted, and the place of each value, (n,), among them."""
+    try:
+        found, numbers = np.unique(values, return_inverse=True)
+    except TypeError as error:
+        raise InvalidArrays(
+            f"expected values of one type in {name}, got some that cannot be sorted"
+        ) from error
+    return found, numbers.astype(np.int64)
 
 
 def _of_sklearn(name: str, default: type[Any]) -> type[Any]:

@@ -7,6 +7,7 @@ service and its jobs together is that of a control group, which counts pages tha
 
 import contextlib
 import json
+import math
 import os
 import statistics
 import sys
@@ -269,7 +270,7 @@ ONCE = {
 @click.command("service")
 @click.option(
     "--before",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    type=click.Path(file_okay=False, path_type=Path),
     help="Another checkout, whose device program is compared.",
 )
 @repeated("--model", "models", default=(SMALL_MODEL, "mobilenetv2_100"), help="Of timm; may be repeated.")
@@ -361,11 +362,20 @@ def _once(
             difference = statistics.median(_peaks(ours[many])) - statistics.median(peaks)
             works = _works(fleet, name, fleet.folder_of(many))
         table.row(
-            *(name, median(each[few], "submitted_s"), median(each[few], "wall_s"), 1 / per_image_s(each)),
+            *(
+                name,
+                median(each[few], "submitted_s"),
+                median(each[few], "wall_s"),
+                _quotient(1, per_image_s(each)),
+            ),
             1e3 * per_image_s(each, "cpu_s"),
             statistics.median(peaks) / 1e6 if peaks else None,
-            *(less(each, "submitted_s"), less(each, "wall_s"), per_image_s(each) / per_image_s(ours)),
-            per_image_s(each, "cpu_s") / per_image_s(ours, "cpu_s"),
+            *(
+                less(each, "submitted_s"),
+                less(each, "wall_s"),
+                _quotient(per_image_s(each), per_image_s(ours)),
+            ),
+            _quotient(per_image_s(each, "cpu_s"), per_image_s(ours, "cpu_s")),
             *(None if difference is None else difference / 1e6, works),
         )
     if not _peaks(ours[many]):
@@ -375,6 +385,11 @@ def _once(
         for name, by_count in runs.items()
     }
     return every, table
+
+
+def _quotient(one: float, other: float) -> float:
+    """Return NaN where the kernel counted no time."""
+    return one / other if other else math.nan
 
 
 def _peaks(runs: Sequence[Once]) -> list[int]:

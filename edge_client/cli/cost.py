@@ -1,6 +1,5 @@
 """`edge-client cost`: what a backbone costs on this device, without a fleet and a broker."""
 
-import csv
 import json
 import tempfile
 import time
@@ -127,8 +126,9 @@ def _classes(data: Path) -> tuple[str, ...]:
     if data.is_dir():
         names = {path.name for path in class_folders(data)}
     else:
-        with data.open(encoding="utf-8-sig", newline="") as lines:
-            names = {row.get("label") or "" for row in csv.DictReader(lines)} - {""}
+        from edge_client.images.images import listed_labels
+
+        names = listed_labels(data)
     if not names:
         raise ConfigError(f"no classes in {data}: expected a directory with one subdirectory per class")
     return tuple(sorted(names))

@@ -93,7 +93,7 @@ def _react(state: State, event: events.Event, now_s: float) -> events.Step:  # n
 
 
 def _install_and_build(state: State, now_s: float) -> events.Step:
-    """Install the head, then build the submission that is due: the worker does them in this order."""
+    """Install the head, then build the submission that is due: the service runs them in this order."""
     manifest, task, head = state.manifest, state.task, state.current_head
     if manifest is None or task is None:
         return state, ()

@@ -74,7 +74,7 @@ def _end_program() -> None:
 @contextlib.contextmanager
 def time_limit(limit_s: float) -> Iterator[Any]:
     """Yield ONNX Runtime options that end a run after a time, between two operators or iterations of a loop."""
-    from edge_client.graphs.session import require_runtime  # numpy, which the worker needs for a job only
+    from edge_client.graphs.session import require_runtime  # numpy: only who runs a graph needs it
 
     options = require_runtime().RunOptions()
     # Without it ONNX Runtime's Python code raises and catches an error in each run with bound arrays: 30 us.

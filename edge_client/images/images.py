@@ -372,6 +372,11 @@ def _listed(
         )
 
 
+def listed_labels(source: Path) -> set[str]:
+    """Return the labels in a list; raises ConfigError if it is malformed."""
+    return {label for _, _, label in _rows(source)} - {""}
+
+
 def _rows(source: Path) -> Iterator[tuple[int, str, str]]:
     """Yield the line, the path and the label of each row of a list."""
     try:

@@ -31,7 +31,7 @@ from edge_client.privacy.sum_mechanism import NoisySums, noisy_sums
 from edge_client.store.disk_space import DiskAlmostFull
 from edge_client.store.job_folder import Charge
 from edge_client.store.stored_values import ClassReport
-from protocol.errors import GraphRefused, PrivacyFailed, PrivacyRefused
+from protocol.errors import BlobLost, GraphRefused, PrivacyFailed, PrivacyRefused
 from protocol.log import event
 from protocol.statistics.noisy_sums import UNITS, share_of_noise
 from protocol.statistics.public_map import PublicMap, read_map
@@ -57,6 +57,7 @@ def make_private_sums(workspace: Workspace, build: BuildSubmission) -> PreparedS
         PrivacyRefused: the budget is exceeded, the submission was masked before, or any step failed; the text reveals
             nothing about images.
         DiskAlmostFull: there is too little space; the release stays charged, and is the same once there is.
+        BlobLost: a backbone or the public map was damaged on disk; it is downloaded again.
     """
     manifest = build.manifest
     backbones, scan = workspace.backbones(manifest), workspace.find_images(manifest)
@@ -64,7 +65,7 @@ def make_private_sums(workspace: Workspace, build: BuildSubmission) -> PreparedS
         size = sum(each.metadata.feature_size for each in backbones)
         public = _public_map(workspace, manifest, feature_size=size)
         return _make(workspace, build, scan, public=public)
-    except (GraphRefused, PrivacyRefused, DiskAlmostFull):
+    except (GraphRefused, PrivacyRefused, DiskAlmostFull, BlobLost):
         raise
     except Exception as error:
         event(log, logging.ERROR, "differential privacy failed", error=f"{type(error).__name__}: {error}")

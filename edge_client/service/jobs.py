@@ -237,6 +237,7 @@ class Jobs:
         for slot, runner in tuple(self._runners.items()):
             if runner.job is not None and runner.job.name in names:
                 self._kill(slot)
+        self._start_next()  # another job may have waited for the process
 
     def check_images(self) -> None:
         """Let ImagesChanged follow if there are new images, or if scans miss one of the last submission.
@@ -616,8 +617,8 @@ class Jobs:
         if len(at.decoding) == 1 and at.decoding[0] in self._suspects:
             self._suspects.discard(at.decoding[0])
             self._store.culprits.convict(at.decoding[0], memory_bytes=at.memory_bytes)
-        else:
-            self._suspects.update(at.decoding)
+            return  # the graphs that are named, too, did not run
+        self._suspects.update(at.decoding)
         if at.what:
             self._store.culprits.add_death(at.what)
 

@@ -4,9 +4,11 @@ The files are in the folder `apps` of the state folder. One that cannot be read,
 logged and taken for none.
 """
 
+import errno
 import logging
 from functools import cache
 from pathlib import Path
+from stat import S_ISREG
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -73,6 +75,8 @@ def write_value(state: Path, value: msgspec.Struct) -> None:
 def read_file(path: Path, kind: Any) -> Any:
     """Return the JSON value of a file as the type `kind`; None without the file, and if it is malformed."""
     try:
+        if not S_ISREG(path.stat().st_mode):  # to open a pipe would block
+            raise OSError(errno.EINVAL, "not a regular file")
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:

@@ -269,7 +269,7 @@ class DeviceState:
         """
         for digest in result.blobs:
             self._adopt(folder / BLOBS / digest.hex(), digest)
-        with self._database.transaction():
+        with state_errors(folder), self._database.transaction():
             self._facts.put(*_facts(result.facts), *facts)
             if result.partition is not None:
                 self.image_groups.write(self.image_groups.read(), result.partition)

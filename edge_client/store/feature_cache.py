@@ -96,7 +96,7 @@ class FeatureCache:
     def renew(self, has_changed: Mapping[str, bool]) -> None:
         """Delete features and digests of images whose pixels are others now; note that the others are the same."""
         changed = [(_key(identity),) for identity, changes in has_changed.items() if changes]
-        backbones = self._database.read("SELECT DISTINCT backbone FROM features WHERE backbone NOT LIKE '+%'")
+        backbones = self._database.read("SELECT DISTINCT backbone FROM features")
         same = [(VERSION, _key(identity)) for identity, changes in has_changed.items() if not changes]
         with self._database.transaction() as database:
             for (backbone,) in backbones:
@@ -124,23 +124,10 @@ class FeatureCache:
         with self._database.transaction() as database:
             database.executemany("INSERT OR REPLACE INTO features VALUES (?, ?, ?, ?)", rows)
 
-    def unusable(self, backbone: str) -> dict[str, str]:
-        """Return the identities of images that are unusable for a backbone, with reasons."""
-        query = "SELECT identity, unusable FROM features WHERE backbone = ? AND vector IS NULL"
-        return {_text(identity): reason for identity, reason in self._database.read(query, backbone)}
-
-    def forget_unusable(self, *backbones: str, identity: str | None = None) -> None:
-        """Let images that are unusable for these backbones, or one of them, be tried again."""
-        query = "DELETE FROM features WHERE backbone = ? AND vector IS NULL AND ifnull(identity = ?, TRUE)"
+    def forget_unusable(self, *backbones: str) -> None:
+        """Let images that are unusable for these backbones be tried again."""
         for backbone in backbones:
-            self._database.write(query, backbone, None if identity is None else _key(identity))
-
-    def replace_unusable(self, backbone: str, unusable: Iterable[tuple[str, str]]) -> None:
-        """Store which images are unusable for a backbone, with reasons, in place of all others, or change nothing."""
-        with self._database.transaction() as database:
-            database.execute("DELETE FROM features WHERE backbone = ? AND vector IS NULL", (backbone,))
-            rows = ((backbone, _key(identity), reason) for identity, reason in unusable)
-            database.executemany("INSERT OR REPLACE INTO features VALUES (?, ?, NULL, ?)", rows)
+            self._database.write("DELETE FROM features WHERE backbone = ? AND vector IS NULL", backbone)
 
     def require_space(self, images: int, feature_size: int) -> None:
         """Raise DiskAlmostFull if the disk has too little space for the features of so many images."""

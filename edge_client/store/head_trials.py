@@ -20,11 +20,14 @@ from protocol.storage.folder_lock import FolderLock
 MAX_FAILURES = 3
 """Failures in a row after which a head is not used; power loss counts as well."""
 
+LOCK_WAIT_S = 0.1
+"""`failures` of another program holds the lock for a moment."""
+
 _Starts = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class HeadTrials:
-    """Starts of each head since it last worked, in a state folder; of several programs at once, one counts."""
+    """Starts of each head since it last worked, in a state folder; of several programs at once with it, one counts."""
 
     def __init__(self, state: Path) -> None:
         self._folder = state / FOLDER / "trials"
@@ -37,7 +40,7 @@ class HeadTrials:
     def failures(self, key: bytes) -> int:
         """Return how often in a row a head has failed; a trial that still runs does not count."""
         starts = self._starts(key)
-        return starts - 1 if starts and self._new_lock().is_taken() else starts
+        return starts - 1 if starts and self._new_lock(key).is_taken() else starts
 
     @contextlib.contextmanager
     def count(self, key: bytes) -> Iterator[None]:
@@ -46,7 +49,7 @@ class HeadTrials:
         Its errors count as its crashes do, except those that are not the head's, and an end by the user. Nothing is
         counted on a disk that is read-only or full: the deletion of the count might fail.
         """
-        lock = self._new_lock()
+        lock = self._new_lock(key)
         before = self._begin(key, lock)
         try:
             try:
@@ -61,18 +64,18 @@ class HeadTrials:
             lock.release()
 
     def keep_only(self, keys: Collection[bytes]) -> None:
-        """Delete the counts of all other heads."""
+        """Delete the counts and locks of all other heads."""
         names = {key.hex() for key in keys}
         with contextlib.suppress(OSError):
             for file in self._folder.iterdir():
-                if file.name not in names and not file.name.startswith("."):  # one that is being written
+                if file.stem not in names and not file.name.startswith("."):  # one that is being written
                     file.unlink()
 
     def _begin(self, key: bytes, lock: FolderLock) -> int | None:
         """Count a start, and return the number of earlier ones; None if it is not counted."""
         with contextlib.suppress(StateError):
             require_space_for_records(self._folder)
-            if lock.take(wait_s=0):
+            if lock.take(wait_s=LOCK_WAIT_S):
                 before = self._starts(key)
                 self._write(key, before + 1)
                 return before
@@ -91,6 +94,6 @@ class HeadTrials:
             file.unlink(missing_ok=True)
             sync(self._folder)
 
-    def _new_lock(self) -> FolderLock:
-        """Return the lock that a program holds while it counts; a thread needs one of its own."""
-        return FolderLock(self._folder.parent)
+    def _new_lock(self, key: bytes) -> FolderLock:
+        """Return the lock that a program holds while it tries a head; a thread needs one of its own."""
+        return FolderLock(self._folder, f"{key.hex()}.lock")

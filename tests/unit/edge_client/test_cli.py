@@ -29,6 +29,8 @@ from edge_client.store.stored_values import (
     LeftOut,
     SubmissionReport,
 )
+from protocol import children
+from protocol.children import launch
 from protocol.enrollment import read_enrollment
 from protocol.errors import ConfigError
 from protocol.mqtt.reconnecting_session import BrokerAddress
@@ -307,8 +309,9 @@ def _cost(folder: Path, *backbones: Path) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
-def test_cost_of_a_backbone_is_measured_without_a_fleet(here: Path) -> None:
+def test_cost_of_a_backbone_is_measured_without_a_fleet(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a broker nor a state directory is needed, and nothing is left behind."""
+    monkeypatch.setattr(children, "launch", launch)  # the memory is that of a process
     write_images(here / "data", count=6)
     (here / "tiny.onnx").write_bytes(tiny_backbone())
     before = set(here.iterdir())
@@ -321,6 +324,20 @@ def test_cost_of_a_backbone_is_measured_without_a_fleet(here: Path) -> None:
     shown = CliRunner().invoke(cli, ["cost", "--backbone", "tiny.onnx", "--data", "data"]).stdout
     assert re.fullmatch(r"\S+ s an image, of 12\n\d+ MB of memory\n[\d,]+ bytes to upload\n", shown)
     assert "pass --backbone FILE" in CliRunner().invoke(cli, ["cost"]).output
+
+
+def test_cost_reads_a_list_as_a_device_does(here: Path) -> None:
+    """Semicolons separate, too, and other encodings are an error."""
+    write_images(here / "data", count=3)
+    (here / "tiny.onnx").write_bytes(tiny_backbone())
+    paths = sorted(path.relative_to(here) for path in (here / "data").rglob("*.png"))
+    listed = here / "images.csv"
+    listed.write_text("path;label\n" + "".join(f"{path};{path.parent.name}\n" for path in paths))
+    options = ["cost", "--backbone", "tiny.onnx", "--data", "images.csv", "--json"]
+    assert json.loads(CliRunner().invoke(cli, options).stdout)["images"] == len(paths) == 6
+    listed.write_bytes(b"\xff\xfepath")
+    with pytest.raises(ConfigError, match="cannot be read as a CSV file in UTF-8"):
+        CliRunner().invoke(cli, options, catch_exceptions=False)
 
 
 def test_cost_is_that_of_all_backbones_whatever_their_names(here: Path) -> None:

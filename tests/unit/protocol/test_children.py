@@ -121,6 +121,54 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert not heard.child.is_killed
 
 
+def test_a_child_that_has_closed_its_pipe_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be waited for without end, and nothing that it says is heard any more."""
+    monkeypatch.setattr(children, "MAX_EXIT_S", 0.1)
+    heard = Heard("""
+pipe.send_bytes(b"last")
+pipe.close()
+time.sleep(1000)
+""")
+    assert heard.rest() == [b"last", -signal.SIGKILL]
+
+
+def test_a_message_that_is_too_long_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for ever for the service to read the rest."""
+    monkeypatch.setattr(children, "MAX_EXIT_S", 0.1)
+    monkeypatch.setattr(children, "MAX_MESSAGE_BYTES", 100)
+    heard = Heard("""
+pipe.send_bytes(bytes(10**7))
+time.sleep(1000)
+""")
+    assert heard.rest() == [-signal.SIGKILL]
+
+
+def test_a_child_that_has_ended_leaves_no_descriptor() -> None:
+    """Also while something refers to it still: a service starts thousands."""
+    before = len(list(Path("/dev/fd").iterdir()))
+    ended = []
+    for _ in range(3):
+        ended.append(Heard("sys.exit(3)"))
+        assert ended[-1].rest() == [3]
+    assert len(list(Path("/dev/fd").iterdir())) == before
+
+
+@pytest.mark.parametrize("is_forbidden", [False, True])
+def test_a_child_runs_where_its_end_has_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch, *, is_forbidden: bool
+) -> None:
+    """Some builds of Python have no pidfd_open, and some kernels and containers forbid it."""
+
+    def forbid(_: int) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    if is_forbidden:
+        monkeypatch.setattr(os, "pidfd_open", forbid, raising=False)
+    else:
+        monkeypatch.delattr(os, "pidfd_open", raising=False)
+    assert Heard("pipe.send_bytes(b'said'); sys.exit(3)").rest() == [b"said", 3]
+
+
 def test_a_child_that_is_aborted_has_a_reason() -> None:
     """Its end is its own."""
     heard = Heard("time.sleep(1000)")

@@ -69,7 +69,10 @@ def test_head_is_that_of_the_devices_uploads(images: Arrays) -> None:
     expected = protofleet.train_head(parts, classes=3, seed=3)
     np.testing.assert_array_equal(classifier.head_.layers[0].weight, expected.layers[0].weight)
     np.testing.assert_array_equal(classifier.predict_proba(features), expected.predict_proba(features))
-    assert classifier.score(features, labels) == (classifier.predict(features) == labels).mean() > 0.85
+    accuracy = (classifier.predict(features) == labels).mean()
+    assert classifier.score(features, labels) == accuracy > 0.85
+    with pytest.warns(UserWarning, match="column-vector"):
+        assert classifier.score(features, labels[:, None]) == accuracy
     alone = FederatedClassifier(batch_size=7, seed=3).fit(features, labels)
     assert not np.array_equal(alone.head_.layers[0].weight, expected.layers[0].weight)
 
@@ -154,6 +157,14 @@ def test_parameters_and_arrays_that_do_not_fit_are_refused(images: Arrays) -> No
         (features, labels, devices[:9], r"groups of shape \(300,\)"),
         (features, ["ant"] * 300, None, "at least 2 classes"),
         (features * np.inf, labels, None, "NaN or infinity"),
+        (
+            features,
+            labels,
+            np.where(devices == "shed", np.nan, 1),
+            "device for each feature in groups, got NaN",
+        ),
+        (features, labels, [None, *devices[1:]], "one type in groups"),
+        (features, [None, *labels[1:]], None, "one type in y"),
     ]
     for rows, classes, groups, expected in arrays:
         with pytest.raises(ConfigError, match=expected) as caught:

@@ -139,12 +139,18 @@ def test_a_head_is_used_where_nothing_can_be_counted(
         *((Drift, data) for data in (b"", b"[]", b"\xff", b'{"score": "high"}', b'{"score": 1e99}', b'{"images": -1}')),
         (Drift, b'{"more": ' + b"[" * 10**5),
         (Kept, b'{"images": ["\xed\xa0\xbd"]}'),
+        (Drift, None),
     ],
 )  # fmt: skip
 def test_a_malformed_file_is_logged_once_and_taken_for_none(
-    store: DeviceState, kind: type[Drift | Kept], contents: bytes, caplog: pytest.LogCaptureFixture
+    store: DeviceState, kind: type[Drift | Kept], contents: bytes | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (store.folder / "apps" / f"{kind.__name__.lower()}.json").write_bytes(contents)
+    """A pipe in its place, too, which would block the service."""
+    file = store.folder / "apps" / f"{kind.__name__.lower()}.json"
+    if contents is None:
+        os.mkfifo(file)
+    else:
+        file.write_bytes(contents)
     assert [read_value(store.folder, kind) for _ in range(2)] == [kind()] * 2
     assert caplog.text.count("malformed file not used") == 1
 

@@ -20,6 +20,7 @@ from aggregator.intake.validation import Expectation, check_noisy_sums
 from edge_client.core import events
 from edge_client.core.state import StoredState
 from edge_client.heads.head_installer import HeadInstaller
+from edge_client.images import extraction
 from edge_client.job.program import _Program
 from edge_client.kinds import private_submission
 from edge_client.kinds.image_features import Workspace, training_feature_keys
@@ -33,13 +34,15 @@ from edge_client.store.job_folder import Installed, Result
 from edge_client.store.privacy_ledger import LOST
 from edge_client.store.stored_values import PrivacySpent, SubmissionReport
 from protocol.errors import PrivacyRefused, StateError
+from protocol.models.preprocessing import Preprocessing, preprocess
 from protocol.statistics.noisy_sums import MAX_DISCRETENESS, UNITS, deviations
 from protocol.statistics.public_map import PublicMap, read_map
 from protocol.statistics.second_moment import from_triangle
 from protocol.wire.arrays import to_array
-from protocol.wire.codec import encode
+from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, Evaluation, HeadRef, Perturbation, Privacy, Statistics, Submission
-from tests.support.devices.device_factory import PROGRAM, TINY, make_submission
+from tests.support.devices.device_factory import CLASSES, PROGRAM, TINY, image_file, make_submission, noise
+from tests.support.devices.job_threads import die
 from tests.support.devices.worker_benches import PUBLIC_MAP, SIZE, WANTED, PrivateBench, without_privacy
 from tests.support.messages.every_type import SAMPLES
 from tests.unit.protocol.statistics.test_gaussian_privacy import closed_form
@@ -469,6 +472,34 @@ def test_a_public_map_that_does_not_fit_costs_nothing(bench: PrivateBench, data:
     bench.manifest = msgspec.structs.replace(bench.manifest, statistics=Statistics(map=blob, size=SIZE))
     assert reason in bench.refused()
     assert bench.store.ledger.releases() == ()
+
+
+def test_a_public_map_that_the_disk_has_damaged_is_downloaded_again(bench: PrivateBench) -> None:
+    """Nothing was read or charged; it would be damaged at each retry."""
+    (bench.folder / "state/blobs" / digest_of(PUBLIC_MAP).hex()).write_bytes(b"damaged")
+    lost = bench.worker.run(events.BuildSubmission(bench.task, bench.manifest))
+    assert lost == events.BlobsMissing(frozenset({digest_of(PUBLIC_MAP)}), "build")
+    assert digest_of(PUBLIC_MAP) not in bench.store.blobs
+    assert bench.store.ledger.releases() == ()
+
+
+def test_images_that_end_jobs_are_no_deaths_of_the_task(
+    bench: PrivateBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are decoded singly after the charge, which is made once; then the task is not to blame."""
+    for number in range(3):
+        image_file(bench.data / CLASSES[0] / f"deadly{number}.png", noise(33, 33, seed=number))
+    whole = preprocess
+
+    def preprocess_or_die(image: Image.Image, spec: Preprocessing) -> Any:
+        return die() if image.size == (33, 33) else whole(image, spec)
+
+    monkeypatch.setattr(extraction, "preprocess", preprocess_or_die)
+    monkeypatch.setattr(extraction, "limit_bytes", lambda: 10**9)
+    assert bench.upload().privacy is not None
+    assert len(bench.store.culprits.guilty()) == 3
+    assert len(bench.store.ledger.releases()) == 1
+    assert bench.store.culprits.deaths() == {}
 
 
 LARGE = tuple(f"class-{number}" for number in range(2500))

@@ -34,7 +34,7 @@ from protocol.wire.messages import Evaluation, HeadManifest
 from protocol.wire.transfer import frames_of
 from tests.support.devices.device_bench import BROADCAST_S, CONSTANT, DeviceBench, HeadBench, RoundsBench
 from tests.support.devices.device_factory import image_file, make_manifest, noise, write_images
-from tests.support.devices.job_threads import JobThread
+from tests.support.devices.job_threads import EndedError, JobThread
 from tests.support.devices.worker_benches import PUBLIC_MAP, private_task
 from tests.support.graphs.backbones import tiny_backbone
 
@@ -238,6 +238,29 @@ def test_a_cancelled_job_has_no_result(bench: HeadBench, monkeypatch: pytest.Mon
     bench.follow(first)
     assert bench.install(head).reason == ""
     assert bench.store.get(Heads).installed is not None
+
+
+def test_a_head_that_waits_for_a_build_is_installed_when_the_rounds_are_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The build of the last round is cancelled then, and no other one follows that would begin the installation."""
+    write_images(tmp_path / "data", count=8)
+    rounds = RoundsBench(tmp_path)
+    last = rounds.open()
+    over = msgspec.structs.replace(last, number=last.rounds)
+    head = HeadManifest(task=rounds.task, current=rounds.head(1, last.tensors))
+
+    def end_rounds(*_: object, **__: object) -> None:
+        rounds.deliver(*rounds.signed(head))
+        rounds.deliver(*rounds.signed(over))
+        assert JobThread.newest.killed.wait(60)
+        raise EndedError
+
+    monkeypatch.setattr(builder, "encode_submission", end_rounds)
+    rounds.begin(last)
+    installed = rounds.store.get(Heads).installed
+    assert installed is not None
+    assert installed.version == 1
 
 
 def test_a_process_runs_one_job_after_the_other_and_ends_after_a_minute(bench: HeadBench) -> None:

@@ -24,7 +24,8 @@ from edge_client.store.culprit_record import MAX_ROWS
 from edge_client.store.culprits import MAX_DEATHS, Culprits
 from edge_client.store.device_state import DeviceState, default_device_id
 from edge_client.store.head_trials import MAX_FAILURES
-from edge_client.store.job_folder import At, FromJob, Worked
+from edge_client.store.job_folder import At, Built, FromJob, KeptItem, Result, Worked
+from edge_client.store.job_state import JobBlobs
 from edge_client.store.stored_values import (
     Epoch,
     Heads,
@@ -236,6 +237,19 @@ def test_a_trial_counts_unless_it_works_or_ends_for_another_reason(
     assert (state.folder / "apps" / "trials" / b"k".hex()).exists() == bool(failures)
 
 
+def test_a_trial_of_one_head_leaves_the_failures_of_another(state: DeviceState) -> None:
+    """A head that has failed too often would be in use again while a program tries the head before."""
+    state.set(Heads(head(2), head(1)))
+    for _ in range(MAX_FAILURES):
+        with pytest.raises(GraphRefused), state.head_trials.count(head(2).key):
+            raise GraphRefused
+    with DeviceState(state.folder, read_only=True).head_trials.count(head(1).key):
+        assert state.heads_in_use() == Heads(head(1))
+    state.leave_failed_heads()
+    trials = state.folder / "apps" / "trials"
+    assert [file.name for file in trials.iterdir()] == [f"{head(1).key.hex()}.lock"]
+
+
 def test_a_killed_trial_counts(state: DeviceState) -> None:
     program = (
         "import os, signal, sys; from pathlib import Path; from edge_client.store.head_trials import HeadTrials\n"
@@ -368,6 +382,27 @@ def test_full_disk_leaves_the_old_item_or_the_new_one(tmp_path: Path, state: Dev
             assert each.outbox.items() == (before,)
             assert digest_of(each.outbox.payload(before) or b"") == before.digest
     assert outcomes == {"old", "new"}
+
+
+def test_a_file_that_a_job_has_not_left_is_an_error_without_a_trace(
+    tmp_path: Path, state: DeviceState
+) -> None:
+    """A disk may lose it. The state stays as it is."""
+    kept = KeptItem(item=UploadItem(digest_of(b"new"), 3, "submission", b"task"), file="submission")
+    left = Result(outcome=Built(item=kept.item), kept=(kept,), facts={"LeftOut": msgspec.Raw(b"{}")})
+    with pytest.raises(StateError, match="No such file or directory"):
+        state.commit(tmp_path, left)
+    assert state.outbox.items() == ()
+
+
+def test_a_job_leaves_a_blob_although_the_service_has_it(tmp_path: Path) -> None:
+    """One to which nothing refers yet may be deleted while the job runs."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / digest_of(b"model").hex()).write_bytes(b"model")
+    blobs = JobBlobs(tmp_path / "blobs", tmp_path / "own")
+    digest = blobs.put(b"model")
+    assert blobs.added == [digest]
+    assert (tmp_path / "own" / digest.hex()).read_bytes() == b"model"
 
 
 def test_damaged_item_is_deleted(tmp_path: Path, state: DeviceState) -> None:

@@ -1,6 +1,5 @@
 """Features on disk: found again under any name, deleted in time, never trusted when damaged."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -162,18 +161,3 @@ def test_full_disk_stores_no_part_of_a_batch(cache: FeatureCache) -> None:
     assert cache.known("b") == {"0", "1", "2"}
     cache.put("b", rows(100, length=2000, start=10), [])
     assert len(cache.known("b")) == 103
-
-
-def test_unusable_images_are_replaced_at_once(tmp_path: Path, cache: FeatureCache) -> None:
-    """A program that is killed meanwhile leaves the earlier ones: which images it was decoding stays known."""
-    cache.put("decoding", [], [("1", "")])
-    other, seen = FeatureCache(tmp_path / "features.sqlite"), []
-
-    def replacing() -> Iterator[tuple[str, str]]:
-        for identity in ("2", "3"):
-            seen.append(other.unusable("decoding"))
-            yield identity, ""
-
-    cache.replace_unusable("decoding", replacing())
-    assert seen == [{"1": ""}] * 2
-    assert other.unusable("decoding") == {"2": "", "3": ""}
