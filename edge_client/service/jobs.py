@@ -8,7 +8,6 @@ import logging
 import os
 import queue
 import shutil
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -65,7 +64,7 @@ from edge_client.store.stored_values import (
     TaskSubmissions,
 )
 from protocol import __version__
-from protocol.children import Child
+from protocol.children import Child, ending
 from protocol.errors import (
     PrivacyFailed,
     PrivacyRefused,
@@ -598,7 +597,7 @@ class Jobs:
         """Repeat a job whose process ended by itself, and note what it ran then."""
         slot = next(slot for slot, each in self._runners.items() if each is runner)
         del self._runners[slot]
-        job, at, why = runner.job, runner.at, runner.child.reason or _ending(code)
+        job, at, why = runner.job, runner.at, runner.child.reason or ending(code)
         self._release(runner)
         if job is None:
             if runner.is_starting:
@@ -627,14 +626,6 @@ def _named(decoding: Sequence[bytes]) -> str:
     """Return the paths of images that may be being decoded, of which three are named."""
     text, more = ", ".join(os.fsdecode(each).split("-", 2)[-1] for each in decoding[:3]), len(decoding) - 3
     return f"{text} or {more} more" if more > 0 else text
-
-
-def _ending(code: int) -> str:
-    if code == -signal.SIGKILL:
-        return "it was killed (SIGKILL), as Linux does when memory runs out"
-    if code < 0:
-        return f"it was ended by signal {-code} ({signal.strsignal(-code)})"
-    return f"exit status {code}"
 
 
 def _problem(error: StateError) -> Problem:
