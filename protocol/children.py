@@ -207,6 +207,15 @@ class _Lines:
         return bool(data)
 
 
+def ending(code: int) -> str:
+    """Return how a process has ended, for people: by an exit status, or the negative number of a signal."""
+    if code == -signal.SIGKILL:
+        return "it was killed (SIGKILL), as Linux does when memory runs out"
+    if code < 0:
+        return f"it was ended by signal {-code} ({signal.strsignal(-code)})"
+    return f"exit status {code}"
+
+
 def kill_group(process: int) -> None:
     """Kill a process that leads a session, and all processes in its group; one that has ended is none."""
     with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -26,6 +26,17 @@ Settings = Mapping[str, click.Parameter]
 """Options and arguments by the keys that set them in a file."""
 
 
+class Commands(click.Group):
+    """A group whose help has the whole first sentence of each command, where click cuts it off."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands, and wrap long lines."""
+        commands = [(name, self.commands[name]) for name in self.list_commands(ctx)]
+        rows = [(name, each.get_short_help_str(limit=1000)) for name, each in commands if not each.hidden]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
 def settings_of(command: click.Command) -> dict[str, click.Parameter]:
     """Return what a file can set of a command, by keys with `_` for `-`."""
     found: dict[str, click.Parameter] = {}

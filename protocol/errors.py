@@ -41,7 +41,7 @@ class GraphRefused(ProtofleetError):
 
 
 class CrashedBefore(GraphRefused):
-    """A graph that is not executed because it has ended the program before."""
+    """A graph that is not executed because it has ended jobs before."""
 
 
 class UnreadableImage(ProtofleetError):

@@ -14,7 +14,7 @@ import click
 from aggregator.algorithms.algorithm import OneShot
 from aggregator.algorithms.registry import ALGORITHMS, installed
 from aggregator.config.training_packages import PACKAGES as TRAINING_PACKAGES
-from protocol.cli import counted, examples, require_packages, run, say
+from protocol.cli import Commands, counted, examples, require_packages, run, say
 from protocol.errors import ConfigError, RuntimeMissing
 from protocol.wire.messages import MAX_MAPPED_SIZE
 
@@ -99,7 +99,9 @@ def _with(*options: Callable[[Command], Command]) -> Callable[[Command], Command
     return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=examples(_EXAMPLE))
+@click.group(
+    cls=Commands, context_settings={"help_option_names": ["-h", "--help"]}, epilog=examples(_EXAMPLE)
+)
 @click.version_option(package_name="protofleet")
 def cli() -> None:
     """Simulate a fleet on this machine, and choose its backbone, before there is one."""

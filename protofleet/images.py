@@ -43,6 +43,13 @@ def open_image(image: ImageSource) -> AbstractContextManager[Image.Image]:
     return nullcontext(Image.fromarray(np.ascontiguousarray(image)))
 
 
+def _check(images: Iterable[ImageSource], batch_size: int) -> None:
+    if isinstance(images, str | os.PathLike | Image.Image):
+        raise ConfigError(f"expected a list of images, got a single one: {images!r}")
+    if batch_size < 1:
+        raise ConfigError(f"expected a batch_size from 1, got {batch_size}")
+
+
 def batches(
     images: Iterable[ImageSource],
     specs: Collection[Preprocessing],
@@ -56,11 +63,10 @@ def batches(
     each.
 
     Raises:
-        ConfigError: `batch_size` is below 1.
+        ConfigError: `batch_size` is below 1, or `images` is a single path or image.
         UnreadableImage: an image cannot be decoded or resized, without `on_unreadable`.
     """
-    if batch_size < 1:
-        raise ConfigError(f"expected a batch_size from 1, got {batch_size}")
+    _check(images, batch_size)
 
     def load(image: ImageSource) -> dict[Preprocessing, NDArray[np.uint8]]:
         with open_image(image) as opened:

@@ -71,7 +71,15 @@ def decode_submission(
         ProtofleetError: the bytes are no valid submission of these classes; `reason` is the aggregator's code for it.
         ConfigError: there are no classes, or two of one name.
     """
-    return decoded(data, _expectation(classes, feature_size, batch_size=batch_size, min_images=min_images))
+    try:
+        return decoded(
+            data, _expectation(classes, feature_size, batch_size=batch_size, min_images=min_images)
+        )
+    except Refused as error:
+        if error.reason != "unknown_task":
+            raise
+        text = f"expected a submission of the classes {', '.join(classes)}, in this order, got one of others"
+        raise Refused(error.reason, text) from error
 
 
 def _expectation(

@@ -17,6 +17,7 @@ import click
 import msgspec
 
 from protocol.cli import (
+    Commands,
     access_options,
     config_option,
     counted,
@@ -47,6 +48,7 @@ state_option = setting("--state", type=_FOLDER, required=True, help="State folde
 
 
 @click.group(
+    cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=examples(
         f"{PROGRAM} init sums", f"{PROGRAM} run --state sums --broker broker.example --fleet orchard"

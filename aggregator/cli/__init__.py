@@ -8,10 +8,11 @@ import click
 
 from aggregator.cli import enrollment, monitoring, operator_commands, programs, task_file
 from aggregator.cli.state import EXTRAS
-from protocol.cli import examples, run
+from protocol.cli import Commands, examples, run
 
 
 @click.group(
+    cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=examples(
         "aggregator init task.toml", "aggregator run --task task.toml --embedded-broker", "aggregator top"

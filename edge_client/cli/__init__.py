@@ -14,12 +14,12 @@ from edge_client.cli.run import dry_run_command, run_command
 from edge_client.cli.serve import serve_command
 from edge_client.cli.status import make_key_command, status_command, take_over_command
 from edge_client.cli.watch import watch_command
-from protocol.cli import examples, run
+from protocol.cli import Commands, examples, run
 
 __all__ = ["cli", "main"]
 
 
-class _Program(click.Group):
+class _Program(Commands):
     """Commands; without one, arguments are those of `run`."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:

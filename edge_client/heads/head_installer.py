@@ -174,7 +174,7 @@ class HeadInstaller:
         previous: InstalledHead,
         candidate: _Candidate,
     ) -> tuple[int, ...]:
-        """Return the correct predictions of the previous head per class; none if it has ended the program once.
+        """Return the correct predictions of the previous head per class; none if it has ended a job.
 
         It has its own trial: a previous head that fails is no obstacle to its successor.
         """

@@ -189,7 +189,7 @@ def _forget_changed(images: Sequence[LabeledImage], cache: FeatureCache) -> None
 
 def _crashed(images: Sequence[LabeledImage], culprits: Culprits) -> dict[Path, str]:
     """Return the images at which jobs ended with hardly less memory, with the reason to leave them out."""
-    reason = "the program crashed when it decoded this image: save it anew, with fewer pixels, or delete it"
+    reason = "a job ended when it decoded this image: save it anew, with fewer pixels, or delete it"
     limits = {image.path: memory for image in images if (memory := culprits.memory_at(image.identity))}
     most = limit_bytes() if limits else 0
     return {path: reason for path, memory in limits.items() if most < 1.1 * memory}

@@ -329,7 +329,7 @@ class Device:
     def _recall(self) -> None:
         """Start with the stored task and round; a dry run with a broker waits for the current ones.
 
-        So does a device whose stored task has ended the program too often: the broker may have another one.
+        So does a device whose stored task has ended too many jobs: the broker may have another one.
         """
         self._check_expiry()
         if not self._is_dry_run or self._settings.broker is None:
@@ -337,9 +337,7 @@ class Device:
                 if isinstance(recalled, RoundManifest):
                     self._step(recalled)
                 elif self._has_failed(recalled):
-                    log.error(
-                        "the stored task ended the program %d times: waiting for the broker", MAX_DEATHS
-                    )
+                    log.error("the stored task ended %d jobs: waiting for the broker", MAX_DEATHS)
                     return
                 else:
                     self._take_task(recalled)

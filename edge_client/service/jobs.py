@@ -8,10 +8,9 @@ import logging
 import os
 import queue
 import shutil
-import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,7 +64,7 @@ from edge_client.store.stored_values import (
     TaskSubmissions,
 )
 from protocol import __version__
-from protocol.children import Child
+from protocol.children import Child, ending
 from protocol.errors import (
     PrivacyFailed,
     PrivacyRefused,
@@ -508,10 +507,7 @@ class Jobs:
         if runner.lines == MAX_LINES:
             line = "further messages of libraries are omitted"
         if runner.lines <= MAX_LINES:
-            images = ", ".join(os.fsdecode(each).split("-", 2)[-1] for each in runner.at.decoding[:3])
-            more = len(runner.at.decoding) - 3
-            if more > 0:
-                images += f" or {more} more"
+            images = _named(runner.at.decoding)
             event(log, logging.WARNING, "message of a library", text=line, images=images or None)
 
     # Results
@@ -601,15 +597,14 @@ class Jobs:
         """Repeat a job whose process ended by itself, and note what it ran then."""
         slot = next(slot for slot, each in self._runners.items() if each is runner)
         del self._runners[slot]
-        job, at, why = runner.job, runner.at, runner.child.reason or _ending(code)
+        job, at, why = runner.job, runner.at, runner.child.reason or ending(code)
         self._release(runner)
         if job is None:
             if runner.is_starting:
                 raise StateError(f"the program of jobs ended at its start: {why}")
             self._start_next()
             return None
-        images = ", ".join(os.fsdecode(each).split("-", 2)[-1] for each in at.decoding[:3])
-        event(log, logging.ERROR, f"job ended: {why}", job=job.name, decoding=images or None)
+        event(log, logging.ERROR, f"job ended: {why}", job=job.name, decoding=_named(at.decoding) or None)
         if self._show is not None or not (at.what or at.decoding):
             raise StateError(f"the process of a job ended: {why}; see the log")
         self._blame(at)
@@ -627,12 +622,10 @@ class Jobs:
             self._store.culprits.add_death(at.what)
 
 
-def _ending(code: int) -> str:
-    if code == -signal.SIGKILL:
-        return "it was killed (SIGKILL), as Linux does when memory runs out"
-    if code < 0:
-        return f"it was ended by signal {-code} ({signal.strsignal(-code)})"
-    return f"exit status {code}"
+def _named(decoding: Sequence[bytes]) -> str:
+    """Return the paths of images that may be being decoded, of which three are named."""
+    text, more = ", ".join(os.fsdecode(each).split("-", 2)[-1] for each in decoding[:3]), len(decoding) - 3
+    return f"{text} or {more} more" if more > 0 else text
 
 
 def _problem(error: StateError) -> Problem:

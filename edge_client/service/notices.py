@@ -57,7 +57,7 @@ class ProblemReported:
     """Something fails, and the device goes on."""
 
     kind: str
-    """`build` of a submission, `head`, `task`, `manifest`, `link` or another part."""
+    """`task`, `space`, `download`, `manifest`, `build` (of a submission), `head`, `upload` or `link`."""
     text: str
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from protocol.children import end_with
+from protocol.children import end_with, ending
 from protocol.log import event
 from protocol.retry_delay import MAX_DELAY_S, retry_delay_s
 from protocol.threads import start_thread
@@ -41,7 +41,7 @@ class _Program:
         if self._child is not None:
             if (status := self._child.poll()) is not None:
                 self._release()
-                self._retry_later("program ended", status=status)
+                self._retry_later(f"program ended: {ending(status)}")
         elif time.monotonic() >= self._due_s:
             self._started_s = time.monotonic()
             try:

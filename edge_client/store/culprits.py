@@ -49,8 +49,8 @@ class Culprits:
         """
         deaths = self._deaths.get(digest.hex(), 0)
         if max_deaths is not None and deaths >= max_deaths:
-            times = "once" if deaths == 1 else f"{deaths} times"
-            raise CrashedBefore(f"the program ended {times} while it ran {what}")
+            jobs = "a job" if deaths == 1 else f"{deaths} jobs"
+            raise CrashedBefore(f"{jobs} ended while running {what}")
         before = self._at
         self._name(At(digest))
         try:

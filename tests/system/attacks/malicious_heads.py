@@ -58,7 +58,7 @@ def exhausting_heads(fleet: AttackedFleet) -> Iterator[bool]:
         for _ in range(3):
             _kill_when_large(fleet)
         problem = aggregator.wait_for_report()
-        yield "ended 3 times while it ran the head" not in problem or not aggregator.device_uses_valid_head()
+        yield "3 jobs ended while running the head" not in problem or not aggregator.device_uses_valid_head()
         aggregator.restart_device(run_s=RUN_S)
         yield from _refused(aggregator, ENDLESS, "exceeded the time limit of")
 
@@ -87,7 +87,7 @@ def exhausting_backbones(fleet: AttackedFleet) -> Iterator[bool]:
         aggregator.publish_task(changed(aggregator.backbone, deadly))
         for _ in range(3):
             _kill_when_large(fleet)
-        aggregator.wait_for_problem("ended 3 times while it ran the task's graphs")
+        aggregator.wait_for_problem("3 jobs ended while running the task's graphs")
         yield not aggregator.device_uses_valid_head() or fleet.processes[DEVICE].poll() is not None
         yield not _follows_another_task(aggregator)
 

@@ -162,7 +162,10 @@ def test_errors_of_a_settings_file_name_file_table_and_key(
 
 
 def test_help_fits_a_screen() -> None:
-    assert len(CliRunner().invoke(cli, ["--help"]).output.splitlines()) < 40
+    """And no sentence in it is cut off."""
+    output = CliRunner().invoke(cli, ["--help"]).output
+    assert len(output.splitlines()) < 40
+    assert output.count("...") == 1, "of the usage"
 
 
 def test_options_before_a_command_are_refused(here: Path) -> None:

@@ -113,6 +113,9 @@ def test_unreadable_images_are_skipped_with_reasons(
     assert none.shape == (0, 16)
     with pytest.raises(ConfigError, match="at least one image"):
         protofleet.extract_features([], backbone, on_error="skip")
+    for single in (str(broken), broken, Image.new("RGB", (8, 8))):
+        with pytest.raises(ConfigError, match="expected a list of images, got a single one"):
+            protofleet.extract_features(cast("Any", single), backbone, on_error="skip")
     with pytest.raises(ConfigError, match="on_error raise or skip, got 'ignore'"):
         protofleet.extract_features(mixed, backbone, on_error=cast("Any", "ignore"))
 

@@ -95,6 +95,8 @@ def test_submission_that_the_aggregator_would_refuse_is_refused() -> None:
         with pytest.raises(Refused) as caught:
             read(data, **changes)
         assert caught.value.reason == reason
+    with pytest.raises(Refused, match="of the classes bee, ant, wasp, in this order, got one of others"):
+        read(whole, classes=("bee", "ant", "wasp"))
     assert read(few).counts.tolist() == [4, 4]
     for classes in ((), ("ant", "ant"), "ant"):
         with pytest.raises(ConfigError, match="names of different classes"):

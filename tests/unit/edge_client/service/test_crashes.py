@@ -1,6 +1,7 @@
 """Tasks, heads and images that end jobs, and files that the device's disk has changed."""
 
 import contextlib
+import re
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -65,10 +66,10 @@ def test_a_task_that_ends_three_jobs_is_not_run_a_fourth_time(
         bench.follow(deadly)
         assert caplog.text.count("job ended: it was killed") == MAX_DEATHS
         bench.start()
-        assert "the stored task ended the program 3 times: waiting for the broker" in caplog.text
+        assert "the stored task ended 3 jobs: waiting for the broker" in caplog.text
         bench.connect().follow(deadly)
         problem = bench.status["problem"]
-        assert problem.startswith("the program ended 3 times while it ran the task's graphs")
+        assert problem.startswith("3 jobs ended while running the task's graphs")
         assert "edge-client dry-run" in problem
         assert bench.submission() is None
     bench.follow(make_manifest(seed=2))
@@ -94,7 +95,7 @@ def test_an_error_that_nobody_expects_ends_the_job_and_counts(
     monkeypatch.setattr(builder, "encode_submission", fail)
     monkeypatch.setattr("threading.excepthook", lambda _: None)
     bench.follow(make_manifest(seed=1))
-    assert bench.status["problem"].startswith("the program ended 3 times while it ran the task's graphs")
+    assert bench.status["problem"].startswith("3 jobs ended while running the task's graphs")
 
 
 def test_a_job_that_ends_before_it_runs_anything_ends_the_program(
@@ -116,7 +117,7 @@ def test_a_part_of_a_task_that_works_does_not_end_the_row(
     bench.follow(deadly)
     head = HeadManifest(task=bench.task, current=bench.head(1, CONSTANT["cat"]))
     bench.start().connect().announce(deadly).announce(head)
-    assert bench.status["problem"].startswith("the program ended 3 times while it ran the task's graphs")
+    assert bench.status["problem"].startswith("3 jobs ended while running the task's graphs")
 
 
 def test_a_step_graph_that_ends_three_jobs_is_not_run_a_fourth_time(
@@ -129,9 +130,9 @@ def test_a_step_graph_that_ends_three_jobs_is_not_run_a_fourth_time(
         patched.setattr(local_round, "train_round", die)
         rounds.begin(rounds.open())
     rounds.begin(rounds.open(1))
-    assert rounds.status["problem"].startswith("the program ended 3 times")
+    assert rounds.status["problem"].startswith("3 jobs ended")
     rounds.start().connect().follow(rounds.manifest).begin(rounds.open(2))
-    assert rounds.status["problem"].startswith("the program ended 3 times")
+    assert rounds.status["problem"].startswith("3 jobs ended")
 
 
 @pytest.mark.parametrize("when", ["open_installed", "balanced"])
@@ -148,7 +149,7 @@ def test_a_head_that_ends_three_jobs_is_refused(
         for _ in range(2):
             installed = bench.install(deadly)
             assert bench.store.get(Heads) == before
-            assert installed.evaluation.problem == "the program ended 3 times while it ran the head"
+            assert installed.evaluation.problem == "3 jobs ended while running the head"
             assert installed.reason.endswith(
                 f"the previous head stays in use: {installed.evaluation.problem}"
             )
@@ -206,7 +207,7 @@ def test_a_head_that_fails_in_predict_gives_way_to_the_previous_one(
     assert back is not None
     assert (back.version, bench.info.head_version) == (1, 1)
     installed = bench.install(heads[1])
-    assert installed.evaluation.problem.startswith("the program ended 3 times")
+    assert installed.evaluation.problem.startswith("3 jobs ended")
     assert bench.store.get(Heads).installed == back
 
 
@@ -309,7 +310,7 @@ def test_a_device_that_cannot_run_the_task_has_no_vote(
     for _ in range(2):
         installed = bench.install(head)
         assert installed.report is None
-        assert "while it ran the task's graphs" in installed.reason
+        assert "while running the task's graphs" in installed.reason
         bench.start().connect().follow(bench.manifest)
     assert deaths(bench, task_key(bench.manifest, purpose="install")) == MAX_DEATHS
     assert deaths(bench, head_key(head)) == 0
@@ -332,9 +333,10 @@ def test_an_image_that_ends_the_job_is_left_out_and_not_the_task(
     monkeypatch.setattr(extraction, "preprocess", preprocess_or_die)
     monkeypatch.setattr(extraction, "limit_bytes", lambda: 10**9)
     bench = HeadBench(tmp_path, batch_size=4)
+    assert re.search(r'job=build decoding="cat/\S+, cat/\S+, cat/\S+ or \d more"', caplog.text)
     assert ends() == 2
     ((path, reason),) = bench.store.get(LeftOut).unusable
-    assert (path, "the program crashed when it decoded this image" in reason) == (str(deadly), True)
+    assert (path, "a job ended when it decoded this image" in reason) == (str(deadly), True)
     assert bench.store.get(SubmissionReport).unusable == ((path, reason),)
     assert sum(entry.images for entry in bench.store.get(SubmissionReport).classes) == 40
     assert deaths(bench, task_key(make_manifest())) == 0

@@ -139,7 +139,7 @@ def test_what_ended_three_jobs_is_not_run_again(tmp_path: Path, state: DeviceSta
         DeviceState(tmp_path).culprits.add_death(GRAPH)
     for _ in range(2):
         with (
-            pytest.raises(CrashedBefore, match="ended 3 times while it ran it"),
+            pytest.raises(CrashedBefore, match="3 jobs ended while running it"),
             culprits(DeviceState(tmp_path)).running(GRAPH, what="it"),
         ):
             pytest.fail("it ran")
