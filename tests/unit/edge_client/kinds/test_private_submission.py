@@ -34,7 +34,7 @@ from edge_client.store.job_folder import Installed, Result
 from edge_client.store.privacy_ledger import LOST
 from edge_client.store.stored_values import PrivacySpent, SubmissionReport
 from protocol.errors import PrivacyRefused, StateError
-from protocol.models.preprocessing import Preprocessing
+from protocol.models.preprocessing import Preprocessing, preprocess
 from protocol.statistics.noisy_sums import MAX_DISCRETENESS, UNITS, deviations
 from protocol.statistics.public_map import PublicMap, read_map
 from protocol.statistics.second_moment import from_triangle
@@ -489,7 +489,7 @@ def test_images_that_end_jobs_are_no_deaths_of_the_task(
     """They are decoded singly after the charge, which is made once; then the task is not to blame."""
     for number in range(3):
         image_file(bench.data / CLASSES[0] / f"deadly{number}.png", noise(33, 33, seed=number))
-    whole = extraction.preprocess
+    whole = preprocess
 
     def preprocess_or_die(image: Image.Image, spec: Preprocessing) -> Any:
         return die() if image.size == (33, 33) else whole(image, spec)
