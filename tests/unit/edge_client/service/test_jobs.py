@@ -23,12 +23,13 @@ from edge_client.job.program import _Program
 from edge_client.kinds import builder, image_features
 from edge_client.kinds.prepared_submission import encode_submission
 from edge_client.service.jobs import IDLE_S
+from edge_client.service.publisher import Publisher
 from edge_client.store.feature_cache import FeatureCache
 from edge_client.store.job_folder import Built, Result
 from edge_client.store.job_state import JobOutbox
 from edge_client.store.stored_values import Heads, LeftOut, SubmissionReport
 from protocol import children
-from protocol.errors import RuntimeMissing, StateError, UnreadableImage
+from protocol.errors import RuntimeMissing, StateError, ThreadFailed, UnreadableImage
 from protocol.wire.codec import encode
 from protocol.wire.messages import Evaluation, HeadManifest
 from protocol.wire.transfer import frames_of
@@ -334,6 +335,20 @@ def test_missing_libraries_end_the_program_at_its_start(
     monkeypatch.setattr(program, "require_runtime", missing)
     with pytest.raises(RuntimeMissing, match="no ONNX Runtime"):
         DeviceBench(tmp_path).start()
+
+
+def test_a_program_that_cannot_start_its_session_leaves_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program that it is embedded in may continue for long."""
+
+    def fail(_: object) -> None:
+        raise ThreadFailed("no thread")
+
+    monkeypatch.setattr(Publisher, "start", fail)
+    with pytest.raises(ThreadFailed):
+        DeviceBench(tmp_path).start()
+    assert JobThread.newest.killed.is_set()
 
 
 def test_folders_of_jobs_are_never_adopted(bench: HeadBench) -> None:
