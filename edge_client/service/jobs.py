@@ -601,7 +601,8 @@ class Jobs:
         if self._show is not None or not (at.what or at.decoding):
             raise StateError(f"the process of a job ended: {why}; see the log")
         self._blame(at)
-        self._wanted.insert(0, Wanted(job.name, job.action))
+        if all(each.name != job.name for each in self._wanted):  # else a newer head waits
+            self._wanted.insert(0, Wanted(job.name, job.action))
         self._start_next()
         return None
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -35,7 +36,7 @@ from protocol.wire.messages import Evaluation, HeadManifest
 from protocol.wire.transfer import frames_of
 from tests.support.devices.device_bench import BROADCAST_S, CONSTANT, DeviceBench, HeadBench, RoundsBench
 from tests.support.devices.device_factory import image_file, make_manifest, noise, write_images
-from tests.support.devices.job_threads import EndedError, JobThread
+from tests.support.devices.job_threads import EndedError, JobThread, die
 from tests.support.devices.worker_benches import PUBLIC_MAP, private_task
 from tests.support.graphs.backbones import tiny_backbone
 
@@ -217,6 +218,31 @@ def test_only_the_newest_pending_head_is_installed(
     installed = rounds.store.get(Heads).installed
     assert installed is not None
     assert installed.version == 3
+
+
+def test_a_head_that_ends_its_job_is_not_tried_again_before_a_newer_one(
+    bench: HeadBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing that comes of it is of use."""
+    deadly, newer = bench.head(1, CONSTANT["cat"]), bench.head(2, CONSTANT["dog"])
+    evaluate = head_evaluation.evaluate_head
+
+    def announce_and_die(*_: object, **__: object) -> Any:
+        monkeypatch.setattr(head_installer, "evaluate_head", evaluate)
+        bench.deliver(*bench.signed(HeadManifest(task=bench.task, current=newer)))
+        for frame in frames_of(data, digest=newer.head.digest):
+            bench.deliver(bench.topic("blk"), encode(frame))
+        while not bench._device._jobs._wanted:  # noqa: SLF001 - the newer head waits
+            time.sleep(0.01)
+        die()
+
+    data = bench.withdraw(newer.head)
+    monkeypatch.setattr(head_installer, "evaluate_head", announce_and_die)
+    bench.install(deadly)
+    heads = bench.store.get(Heads)
+    assert heads.installed is not None
+    assert (heads.installed.version, heads.previous) == (2, None)
+    assert caplog.text.count("job ended") == 1
 
 
 def test_a_cancelled_job_has_no_result(bench: HeadBench, monkeypatch: pytest.MonkeyPatch) -> None:
