@@ -1,6 +1,7 @@
 """Jobs: builds with unusable images and classes, jobs that are outdated or cancelled, and their processes."""
 
 import errno
+import logging
 import os
 import threading
 import time
@@ -20,17 +21,17 @@ from edge_client.heads import head_evaluation, head_installer
 from edge_client.images.decoding import decoded, pixel_digest
 from edge_client.images.extraction import extract
 from edge_client.job import program
-from edge_client.job.program import _Program
+from edge_client.job.program import Service, _Program
 from edge_client.kinds import builder, image_features
 from edge_client.kinds.prepared_submission import encode_submission
 from edge_client.service.jobs import IDLE_S
 from edge_client.service.publisher import Publisher
 from edge_client.store.feature_cache import FeatureCache
-from edge_client.store.job_folder import Built, Result
+from edge_client.store.job_folder import Built, Result, Run
 from edge_client.store.job_state import JobOutbox
 from edge_client.store.stored_values import Heads, LeftOut, SubmissionReport
 from protocol import children
-from protocol.errors import RuntimeMissing, StateError, ThreadFailed, UnreadableImage
+from protocol.errors import ProtofleetError, RuntimeMissing, StateError, ThreadFailed, UnreadableImage
 from protocol.wire.codec import encode
 from protocol.wire.messages import Evaluation, HeadManifest
 from protocol.wire.transfer import frames_of
@@ -129,6 +130,41 @@ def test_an_unusable_image_outside_utf8_is_reported(tmp_path: Path) -> None:
     (folder / "broken.png").write_text("broken")
     ((path, _),) = HeadBench(tmp_path).store.get(SubmissionReport).unusable
     assert path.endswith(r"data/cat/\udcff/broken.png")
+
+
+def test_a_data_folder_outside_utf8_that_cannot_be_read_is_named(bench: HeadBench, tmp_path: Path) -> None:
+    """The list of images has the reason, which is text."""
+    data = tmp_path / os.fsdecode(b"\xff")
+    data.write_text("no list")
+    with pytest.raises(ProtofleetError, match=r"\\udcff must start with the header"):
+        bench.start(data=data).connect().follow(make_manifest(seed=3))
+
+
+def test_a_job_logs_names_outside_utf8(
+    bench: HeadBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever logs them: a message that cannot be sent would end the job."""
+
+    def log_and_build(*arguments: Any) -> Result:
+        forwarder = program._Forwarder(program_service[0])  # noqa: SLF001 - on a thread, it is not the root logger's
+        name = os.fsdecode(b"\xff")
+        forwarder.emit(
+            logging.makeLogRecord({"msg": f"text {name}", "name": "job", "levelno": logging.ERROR})
+        )
+        return build(*arguments)
+
+    program_service: list[Service] = []
+    build, run = builder.build_submission, _Program.run
+
+    def note_service(each: _Program, message: Run) -> None:
+        program_service.append(each._service)  # noqa: SLF001
+        run(each, message)
+
+    monkeypatch.setattr(_Program, "run", note_service)
+    monkeypatch.setattr(program, "build_submission", log_and_build)
+    bench.follow(make_manifest(seed=3))
+    assert r"text \udcff" in caplog.text
+    assert bench.submission() is not None
 
 
 def test_a_current_build_waits_for_its_blobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
