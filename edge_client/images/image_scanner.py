@@ -11,6 +11,7 @@ from pathlib import Path
 from edge_client.images import file_ages
 from edge_client.images.file_ages import FileAges
 from edge_client.images.images import ImageScan, LabeledImage, log_skipped, name_some, scan_images
+from protocol.cli import plain
 from protocol.errors import ConfigError
 from protocol.log import event
 
@@ -68,7 +69,7 @@ class ImageScanner:
         try:
             found, ages = self._find(classes)
         except ConfigError as error:
-            return Scan(problem=str(error))
+            return Scan(problem=plain(str(error)))  # the folder's name may be any bytes
         is_complete = [age_s >= file_ages.SETTLE_S for age_s in ages]
         images = tuple(itertools.compress(found.images, is_complete))
         incomplete = [

@@ -129,7 +129,16 @@ class _Forwarder(logging.Handler):
         message, fields = fields_of(record)
         if record.exc_info:
             message = f"{message}\n{''.join(traceback.format_exception(*record.exc_info)).rstrip()}"
-        self._service.send(Line(record.name, record.levelno, message, fields))
+        if fields is not None:
+            fields = {
+                name: _encodable(value) if isinstance(value, str) else value for name, value in fields.items()
+            }
+        self._service.send(Line(record.name, record.levelno, _encodable(message), fields))
+
+
+def _encodable(text: str) -> str:
+    """Return a text with what UTF-8 cannot encode escaped: names of files may be any bytes."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def main(pipe: Connection) -> None:

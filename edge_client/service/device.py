@@ -94,9 +94,9 @@ class Device:
             ProtofleetError: an expected failure that needs the operator.
         """
         self._ticked_s = time.monotonic()
-        self._jobs.start()
-        self._publisher.start()
         try:
+            self._jobs.start()
+            self._publisher.start()
             self._recall()
             manager = ServiceManager()
             manager.ready()

@@ -18,7 +18,7 @@ import msgspec
 
 from edge_client.config import Settings
 from edge_client.core import events
-from edge_client.core.state import MAX_DAMAGED, MissingSpace
+from edge_client.core.state import MAX_DAMAGED, MissingSpace, UploadItem
 from edge_client.core.state import Job as Name
 from edge_client.core.submission_kinds import kind_of
 from edge_client.images.image_scanner import ImageScanner, Scan
@@ -27,7 +27,7 @@ from edge_client.privacy.policy import is_bounded
 from edge_client.service.build_report import BuildReporter
 from edge_client.service.job_progress import ProgressReporter
 from edge_client.store.device_state import DeviceState
-from edge_client.store.disk_space import DiskAlmostFull
+from edge_client.store.disk_space import DiskAlmostFull, require_space
 from edge_client.store.job_folder import (
     IMAGES_FILE,
     JOB_FILE,
@@ -288,7 +288,7 @@ class Jobs:
             self._emit(Scanned(job, self._scanner.scan(manifest.classes)))
             del wanted, job  # they hold the scan from now on
 
-    def _scanned(self, scanned: Scanned) -> events.ImagesChanged | None:
+    def _scanned(self, scanned: Scanned) -> events.ImagesChanged | events.SpaceMissing | None:
         self._open_scans -= 1
         scan = scanned.scan
         if not scan.problem and self._show is None:
@@ -297,7 +297,10 @@ class Jobs:
                 self._store.set(now)
         if scanned.wanted is not None:
             scanned.wanted.scan = scan
-            self._start_next()
+            try:
+                self._start_next()
+            except DiskAlmostFull as error:  # only a build has a copy to write
+                return events.SpaceMissing(error.missing, "build")
             return None
         return self._changed(scan)
 
@@ -357,12 +360,15 @@ class Jobs:
             runner = self._spawn(slot)
         self._number += 1
         folder = self._folder / str(self._number)
-        job, secret = self._job(wanted), self._secret(wanted)
+        job, secret, last = self._job(wanted), self._secret(wanted), self._last_submission(wanted)
+        if last is not None:
+            require_space(self._folder, last.size_bytes, what="a copy of the last submission")
         with state_errors(folder):
             folder.mkdir()
             (folder / JOB_FILE).write_bytes(msgspec.json.encode(job))
             (folder / IMAGES_FILE).write_bytes(msgspec.json.encode(_listed(scan)))
-        self._write_last_submission(wanted, folder)
+        if last is not None:
+            self._store.outbox.write(last, folder / LAST_SUBMISSION)
         if wanted.name == "build":
             self._manifest, self._identities = wanted.manifest, "\0".join(scan.identities)
         runner.job, runner.number, runner.is_new = wanted, self._number, False
@@ -418,13 +424,13 @@ class Jobs:
             event(log, logging.ERROR, "no secret for noise", error=error)
             return b""
 
-    def _write_last_submission(self, wanted: Wanted, folder: Path) -> None:
-        """Write the newest submission for a build that may need it: to number it anew, or to upload a release again."""
+    def _last_submission(self, wanted: Wanted) -> UploadItem | None:
+        """Return the newest submission for a build that may need it: to number it anew, or to repeat a release."""
         action, last = wanted.action, self._store.outbox.newest_submission()
         if last is None or not isinstance(action, events.BuildSubmission) or last.task != action.task:
-            return
-        if kind_of(action.manifest).is_private or (action.round is not None and action.above):
-            self._store.outbox.write(last, folder / LAST_SUBMISSION)
+            return None
+        is_needed = kind_of(action.manifest).is_private or (action.round is not None and action.above)
+        return last if is_needed else None
 
     def _spawn(self, slot: str) -> Runner:
         runner = Runner()
@@ -608,7 +614,8 @@ class Jobs:
         if self._show is not None or not (at.what or at.decoding):
             raise StateError(f"the process of a job ended: {why}; see the log")
         self._blame(at)
-        self._wanted.insert(0, Wanted(job.name, job.action))
+        if all(each.name != job.name for each in self._wanted):  # else a newer head waits
+            self._wanted.insert(0, Wanted(job.name, job.action))
         self._start_next()
         return None
 

@@ -289,10 +289,7 @@ class Database:
                 _drop_tables(database)
                 version = 0
             if 0 < version <= self._base:
-                raise StateError(
-                    f"{self._found(database)}: the state of an earlier protofleet is not carried over: use another "
-                    f"--state; {self._advice}"
-                )
+                raise self._not_carried_over(database)
             for script in self._migrations[max(0, version - self._base) :]:
                 for statement in _statements(script):
                     database.execute(statement)
@@ -305,8 +302,16 @@ class Database:
             raise StateError(f"{self._found(database)}: upgrade protofleet here, or use another --state")
         if not version:
             raise self._damaged("damaged: it is empty")
+        if version <= self._base and self._lock is not None:  # a cache, which has no lock, is made anew
+            raise self._not_carried_over(database)
         if self._is_outdated(database):
             raise StateError(f"{self._found(database)}: start `{self._program}` on it once")
+
+    def _not_carried_over(self, database: sqlite3.Connection) -> StateError:
+        return StateError(
+            f"{self._found(database)}: the state of an earlier protofleet is not carried over: use another "
+            f"--state; {self._advice}"
+        )
 
     def _found(self, database: sqlite3.Connection) -> str:
         return f"{self.path} has schema version {_version(database)}, expected {self._newest}"

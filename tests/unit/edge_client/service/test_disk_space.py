@@ -129,6 +129,24 @@ def test_a_build_that_needs_the_reserve_is_repeated(
     assert len(bench.store.ledger.releases()) == (privacy is not None)
 
 
+def test_a_build_without_space_for_the_last_submission_is_repeated(disk: Disks, tmp_path: Path) -> None:
+    """The job gets a copy of it. Nothing is charged before, and the program continues."""
+    bench = HeadBench(tmp_path)
+    bench.store.blobs.put(PUBLIC_MAP)
+    bench.follow(make_manifest(**private_task()))
+    before = bench.submission()
+    disk.free = 0
+    image_file(tmp_path / "data" / "cat" / "new.png")
+    for _ in range(2):
+        assert "not enough disk space for a copy of the last submission" in bench.scan().status["problem"]
+    assert bench.submission() == before
+    assert len(bench.store.ledger.releases()) == 1
+    assert list((bench.state / "jobs").iterdir()) == []
+    disk.free = GIB
+    assert bench.scan().submission() not in (None, before)
+    assert bench.status["problem"] == ""
+
+
 @pytest.mark.parametrize("kind", ["submission", "evaluation"])
 def test_only_submissions_leave_the_reserve(disk: Disks, tmp_path: Path, kind: str) -> None:
     """The reserve is for small things, such as an evaluation or a receipt."""

@@ -1,8 +1,10 @@
 """Jobs: builds with unusable images and classes, jobs that are outdated or cancelled, and their processes."""
 
 import errno
+import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -19,22 +21,23 @@ from edge_client.heads import head_evaluation, head_installer
 from edge_client.images.decoding import decoded, pixel_digest
 from edge_client.images.extraction import extract
 from edge_client.job import program
-from edge_client.job.program import _Program
+from edge_client.job.program import Service, _Program
 from edge_client.kinds import builder, image_features
 from edge_client.kinds.prepared_submission import encode_submission
 from edge_client.service.jobs import IDLE_S
+from edge_client.service.publisher import Publisher
 from edge_client.store.feature_cache import FeatureCache
-from edge_client.store.job_folder import Built, Result
+from edge_client.store.job_folder import Built, Result, Run
 from edge_client.store.job_state import JobOutbox
 from edge_client.store.stored_values import Heads, LeftOut, SubmissionReport
 from protocol import children
-from protocol.errors import RuntimeMissing, StateError, UnreadableImage
+from protocol.errors import ProtofleetError, RuntimeMissing, StateError, ThreadFailed, UnreadableImage
 from protocol.wire.codec import encode
 from protocol.wire.messages import Evaluation, HeadManifest
 from protocol.wire.transfer import frames_of
 from tests.support.devices.device_bench import BROADCAST_S, CONSTANT, DeviceBench, HeadBench, RoundsBench
 from tests.support.devices.device_factory import image_file, make_manifest, noise, write_images
-from tests.support.devices.job_threads import EndedError, JobThread
+from tests.support.devices.job_threads import EndedError, JobThread, die
 from tests.support.devices.worker_benches import PUBLIC_MAP, private_task
 from tests.support.graphs.backbones import tiny_backbone
 
@@ -129,6 +132,41 @@ def test_an_unusable_image_outside_utf8_is_reported(tmp_path: Path) -> None:
     assert path.endswith(r"data/cat/\udcff/broken.png")
 
 
+def test_a_data_folder_outside_utf8_that_cannot_be_read_is_named(bench: HeadBench, tmp_path: Path) -> None:
+    """The list of images has the reason, which is text."""
+    data = tmp_path / os.fsdecode(b"\xff")
+    data.write_text("no list")
+    with pytest.raises(ProtofleetError, match=r"\\udcff must start with the header"):
+        bench.start(data=data).connect().follow(make_manifest(seed=3))
+
+
+def test_a_job_logs_names_outside_utf8(
+    bench: HeadBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever logs them: a message that cannot be sent would end the job."""
+
+    def log_and_build(*arguments: Any) -> Result:
+        forwarder = program._Forwarder(program_service[0])  # noqa: SLF001 - on a thread, it is not the root logger's
+        name = os.fsdecode(b"\xff")
+        forwarder.emit(
+            logging.makeLogRecord({"msg": f"text {name}", "name": "job", "levelno": logging.ERROR})
+        )
+        return build(*arguments)
+
+    program_service: list[Service] = []
+    build, run = builder.build_submission, _Program.run
+
+    def note_service(each: _Program, message: Run) -> None:
+        program_service.append(each._service)  # noqa: SLF001
+        run(each, message)
+
+    monkeypatch.setattr(_Program, "run", note_service)
+    monkeypatch.setattr(program, "build_submission", log_and_build)
+    bench.follow(make_manifest(seed=3))
+    assert r"text \udcff" in caplog.text
+    assert bench.submission() is not None
+
+
 def test_a_current_build_waits_for_its_blobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its round's tensors are lost while features are computed: they are requested, and it is built again."""
     write_images(tmp_path / "data", count=8)
@@ -216,6 +254,31 @@ def test_only_the_newest_pending_head_is_installed(
     installed = rounds.store.get(Heads).installed
     assert installed is not None
     assert installed.version == 3
+
+
+def test_a_head_that_ends_its_job_is_not_tried_again_before_a_newer_one(
+    bench: HeadBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing that comes of it is of use."""
+    deadly, newer = bench.head(1, CONSTANT["cat"]), bench.head(2, CONSTANT["dog"])
+    evaluate = head_evaluation.evaluate_head
+
+    def announce_and_die(*_: object, **__: object) -> Any:
+        monkeypatch.setattr(head_installer, "evaluate_head", evaluate)
+        bench.deliver(*bench.signed(HeadManifest(task=bench.task, current=newer)))
+        for frame in frames_of(data, digest=newer.head.digest):
+            bench.deliver(bench.topic("blk"), encode(frame))
+        while not bench._device._jobs._wanted:  # noqa: SLF001 - the newer head waits
+            time.sleep(0.01)
+        die()
+
+    data = bench.withdraw(newer.head)
+    monkeypatch.setattr(head_installer, "evaluate_head", announce_and_die)
+    bench.install(deadly)
+    heads = bench.store.get(Heads)
+    assert heads.installed is not None
+    assert (heads.installed.version, heads.previous) == (2, None)
+    assert caplog.text.count("job ended") == 1
 
 
 def test_a_cancelled_job_has_no_result(bench: HeadBench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,6 +397,20 @@ def test_missing_libraries_end_the_program_at_its_start(
     monkeypatch.setattr(program, "require_runtime", missing)
     with pytest.raises(RuntimeMissing, match="no ONNX Runtime"):
         DeviceBench(tmp_path).start()
+
+
+def test_a_program_that_cannot_start_its_session_leaves_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program that it is embedded in may continue for long."""
+
+    def fail(_: object) -> None:
+        raise ThreadFailed("no thread")
+
+    monkeypatch.setattr(Publisher, "start", fail)
+    with pytest.raises(ThreadFailed):
+        DeviceBench(tmp_path).start()
+    assert JobThread.newest.killed.is_set()
 
 
 def test_folders_of_jobs_are_never_adopted(bench: HeadBench) -> None:

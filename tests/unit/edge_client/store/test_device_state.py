@@ -102,6 +102,19 @@ def test_a_damaged_or_empty_database_is_not_to_be_deleted(
         DeviceState(tmp_path, read_only=read_only)
 
 
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_state_of_an_earlier_program_is_not_carried_over(tmp_path: Path, *, read_only: bool) -> None:
+    """All commands say so, and what it means for privacy; one that only reads changes nothing."""
+    for version in (1, 2):
+        with contextlib.closing(sqlite3.connect(tmp_path / "device.sqlite")) as database:
+            database.execute(f"PRAGMA user_version = {version}")
+        before = (tmp_path / "device.sqlite").read_bytes()
+        with pytest.raises(StateError, match=f"version {version}, expected 3: .* not carried over.*epsilon"):
+            DeviceState(tmp_path, read_only=read_only)
+        if read_only:
+            assert (tmp_path / "device.sqlite").read_bytes() == before
+
+
 def test_a_kill_while_the_database_is_made_leaves_none(tmp_path: Path) -> None:
     """It is written beside its place first: the next start makes it."""
     (tmp_path / ".gitignore").write_text("*")
