@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from edge_client.config import Settings
 from edge_client.core.events import BuildSubmission, InstallHead
-from edge_client.core.state import Mode
+from edge_client.core.state import MissingSpace, Mode
 from edge_client.graphs.backbone import Backbone
 from edge_client.graphs.session import require_runtime
 from edge_client.heads.head_installer import HeadInstaller
@@ -103,19 +103,14 @@ class Service:
         match self.receive():
             case Grant() as granted:
                 return granted
-            case Denial(problem=Problem() as problem):
-                raise _Stopped(problem)
+            case Denial(problem=Problem(space=needed) as problem) if needed:
+                folder = Path(os.fsdecode(problem.folder))
+                raise DiskAlmostFull(MissingSpace(folder, needed, problem.text))
+            case Denial(problem=Problem(text=text)):
+                raise StateError(text)
             case Denial(text=text, has_failed=has_failed):
                 raise PrivacyFailed(text) if has_failed else PrivacyRefused(text)
         raise StateError("expected the answer to a charge")
-
-
-class _Stopped(StateError):
-    """The service cannot continue the job."""
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem.text)
-        self.problem = problem
 
 
 class _Forwarder(logging.Handler):
@@ -278,8 +273,6 @@ def _decoded(data: bytes, kind: type[Manifest]) -> Manifest:
 
 
 def _problem(error: StateError) -> Problem:
-    if isinstance(error, _Stopped):
-        return error.problem
     if isinstance(error, DiskAlmostFull):
         missing = error.missing
         return Problem(text=missing.reason, folder=os.fsencode(missing.folder), space=missing.needed_bytes)

@@ -133,6 +133,8 @@ class Wanted:
     scan: Scan | None = None
     is_scanned: bool = False
     """True once a scan for it was ordered."""
+    is_first: bool = True
+    """False if a process has ended before it named anything of this job."""
 
     @property
     def manifest(self) -> TaskManifest:
@@ -611,11 +613,14 @@ class Jobs:
             self._start_next()
             return None
         event(log, logging.ERROR, f"job ended: {why}", job=job.name, decoding=_named(at.decoding) or None)
-        if self._show is not None or not (at.what or at.decoding):
+        is_named = bool(at.what or at.decoding)
+        if self._show is not None or not (
+            is_named or job.is_first
+        ):  # once, the process may have been killed idle
             raise StateError(f"the process of a job ended: {why}; see the log")
         self._blame(at)
         if all(each.name != job.name for each in self._wanted):  # else a newer head waits
-            self._wanted.insert(0, Wanted(job.name, job.action))
+            self._wanted.insert(0, Wanted(job.name, job.action, is_first=is_named))
         self._start_next()
         return None
 
