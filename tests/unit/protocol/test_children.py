@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import gc
 import os
 import queue
 import signal
@@ -145,12 +146,13 @@ time.sleep(1000)
 
 def test_a_child_that_has_ended_leaves_no_descriptor() -> None:
     """Also while something refers to it still: a service starts thousands."""
+    gc.collect()  # what other tests have left
     before = len(list(Path("/dev/fd").iterdir()))
     ended = []
     for _ in range(3):
         ended.append(Heard("sys.exit(3)"))
         assert ended[-1].rest() == [3]
-    assert len(list(Path("/dev/fd").iterdir())) == before
+    assert len(list(Path("/dev/fd").iterdir())) <= before
 
 
 @pytest.mark.parametrize("is_forbidden", [False, True])
@@ -232,7 +234,7 @@ def test_a_program_that_is_no_python_says_so(
     before = len(list(Path("/dev/fd").iterdir()))
     with pytest.raises(StateError, match="run edge-client as a program of its own"):
         Child("unused", on_message=print, on_line=print, on_end=print, on_failure=print)
-    assert len(list(Path("/dev/fd").iterdir())) == before
+    assert len(list(Path("/dev/fd").iterdir())) <= before
 
 
 def test_a_child_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
