@@ -91,7 +91,7 @@ class HeadInstaller:
             problem=HEAD_REFUSED if self._workspace.is_bounded(install.manifest) else problem[:256],
         )
         about = head_key(install.head).hex()
-        return self._store.outbox.keep("evaluation", encode(evaluation), task=install.task, about=about)
+        return self._store.leave("evaluation", encode(evaluation), task=install.task, about=about)
 
     def _prepare(self, install: InstallHead) -> _Candidate:
         """Run what a head needs of the task: not a part of its trial, because it is no fault of the head."""
@@ -115,7 +115,7 @@ class HeadInstaller:
         return isolated_models() if self._workspace.is_bounded(install.manifest) else nullcontext()
 
     def _try(self, install: InstallHead, candidate: _Candidate) -> Result:
-        reference, heads, installed = install.head, self._store.heads_in_use(), candidate.described
+        reference, heads, installed = install.head, self._store.get(Heads), candidate.described
         # The head in use before this one, also of another task; this one may be in use already.
         before = filter(None, (heads.installed, heads.previous))
         previous = next((head for head in before if head.key != installed.key), None)
@@ -146,13 +146,10 @@ class HeadInstaller:
         if previous is not None and previous.task == install.task:
             previous_correct = self._evaluate_previous(install, previous, candidate)
             evaluation = msgspec.structs.replace(evaluation, previous_correct=previous_correct)
-        report = self._store.outbox.keep(
-            "evaluation",
-            encode(evaluation),
-            task=install.task,
-            about=installed.key.hex(),
-            facts=(Heads(installed, previous),),
+        report = self._store.leave(
+            "evaluation", encode(evaluation), task=install.task, about=installed.key.hex()
         )
+        self._store.set(Heads(installed, previous))
         line = Line(
             log.name,
             logging.INFO,
@@ -230,9 +227,7 @@ class HeadInstaller:
         if install.head.tensors is not None and not is_bounded and not self._local_model(install):
             try:
                 return self._workspace.extract(install.manifest)
-            except (
-                ConfigError,
-                PrivacyRefused,
-            ) as error:  # perturbation needs a secret, which this job has not
+            # Perturbation needs a secret, which this job has not.
+            except (ConfigError, PrivacyRefused) as error:
                 event(log, logging.WARNING, "no image to fit the head to", error=error)
         return FoundImages((), ())

@@ -10,7 +10,7 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -64,9 +64,6 @@ from protocol.storage.blobstore import state_errors
 from protocol.storage.folder_lock import FolderLock
 from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_MANIFEST_BYTES, RoundManifest, TaskManifest
-
-if TYPE_CHECKING:
-    from edge_client.store.device_state import DeviceState
 
 Manifest = TypeVar("Manifest", TaskManifest, RoundManifest)
 
@@ -201,7 +198,7 @@ class _Program:
     def _result(self, run: Run, folder: Path, job: Job) -> Result:
         begin_s = time.perf_counter()
         state_folder = folder.parent.parent
-        state = JobState(state_folder, folder, job, run)
+        state = JobState(state_folder, folder, job.state, secret=run.secret)
         try:
             manifest = _decoded(job.manifest, TaskManifest)
             workspace = self._open(state, folder, job, manifest)
@@ -217,17 +214,7 @@ class _Program:
         if (shown := result.shown) is not None:
             passed_s = time.perf_counter() - begin_s
             shown = replace(shown, seconds=passed_s, memory_bytes=_peak_bytes())
-        return replace(
-            result,
-            shown=shown,
-            facts=state.changes,
-            partition=state.image_groups.partition
-            if state.image_groups.partition is not job.partition
-            else None,
-            kept=tuple(state.outbox.kept),
-            was_released=state.outbox.was_released,
-            blobs=tuple(state.blobs.added),
-        )
+        return replace(result, shown=shown, changes=state.changes)
 
     def _open(self, state: JobState, folder: Path, job: Job, manifest: TaskManifest) -> Workspace:
         """Return the workspace, with the cache and the open backbones of the job before this one."""
@@ -240,7 +227,7 @@ class _Program:
         scan = _scan(listed)
         workspace = Workspace(
             settings,
-            cast("DeviceState", state),
+            state,
             cache,
             find=lambda _: scan,
             dry_run=job.is_dry_run,

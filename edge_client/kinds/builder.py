@@ -4,8 +4,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
-
-import msgspec
+from dataclasses import replace
 
 from edge_client.core.events import BuildSubmission
 from edge_client.core.state import UploadItem
@@ -25,7 +24,8 @@ from edge_client.kinds.statistics_submission import make_groups, make_sums
 from edge_client.privacy.policy import FAILED, check_task
 from edge_client.store.disk_space import require_space
 from edge_client.store.job_folder import Built, Line, Result
-from edge_client.store.stored_values import SubmissionSequence, TaskSubmissions
+from edge_client.store.job_state import JobState
+from edge_client.store.stored_values import StoredLocalModel, SubmissionSequence, TaskSubmissions
 from edge_client.training.trainer import Diverged
 from protocol.cli import plain
 from protocol.errors import (
@@ -98,7 +98,7 @@ def _earlier_submission(workspace: Workspace, build: BuildSubmission) -> UploadI
 
 def _last_submission(workspace: Workspace, build: BuildSubmission) -> UploadItem | None:
     """Return the last submission, if it is to the same task; a dry run has none."""
-    last = workspace.store.outbox.newest_submission()
+    last = workspace.store.last
     return None if workspace.dry_run or last is None or last.task != build.task else last
 
 
@@ -106,7 +106,7 @@ def _build(workspace: Workspace, build: BuildSubmission) -> Result:
     kind = kind_of(build.manifest)
     if not kind.is_grouped:
         return _leave(workspace, build, make_private_sums(workspace, build))
-    if not workspace.store.secret():  # without it, anybody could deal the images as it does
+    if not workspace.store.secret:  # without it, anybody could deal the images as it does
         raise PrivacyFailed(FAILED)
     found = workspace.extract(build.manifest)
     grouping = group_images(workspace, build.manifest, found)
@@ -130,7 +130,7 @@ def _leave(
     workspace: Workspace, build: BuildSubmission, prepared: PreparedSubmission, *, retries: bool = False
 ) -> Result:
     """Leave a submission for the outbox, or show it; an equal one that is there already stays."""
-    outbox, last = workspace.store.outbox, workspace.store.outbox.newest_submission()
+    store, last = workspace.store, workspace.store.last
 
     def encoded(sequence: int) -> bytes:
         return encode_submission(
@@ -149,40 +149,34 @@ def _leave(
         shown = prepared.shown(len(payload))
         item = UploadItem(digest_of(payload), len(payload), "submission", build.task)
     elif last is not None and last.task in valid_for and last.about == about and not build.above:
-        item = outbox.assign(last, build.task)
+        item = replace(last, task=build.task)
     else:
-        payload, facts = _numbered(workspace, build, prepared, encoded)
-        item = outbox.keep(
-            "submission",
-            payload,
-            task=build.task,
-            about=about,
-            facts=facts,
-            deletes_keys=prepared.privacy is not None,
-        )
+        payload, fact = _numbered(store, build, prepared, encoded)
+        item = store.leave("submission", payload, task=build.task, about=about)
+        store.set(fact)
         line = _line(build, prepared, item)
     built = Built(item=item, report=prepared.report(item.size_bytes), retries=retries)
     return Result(outcome=built, shown=shown, line=line)
 
 
 def _numbered(
-    workspace: Workspace,
+    store: JobState,
     build: BuildSubmission,
     prepared: PreparedSubmission,
     encoded: Callable[[int], bytes],
-) -> tuple[bytes, tuple[msgspec.Struct, ...]]:
-    """Return the payload with its sequence number, and facts to store with it."""
-    store = workspace.store
+) -> tuple[bytes, StoredLocalModel | TaskSubmissions]:
+    """Return the payload with its sequence number, and the fact to store with it."""
     # After a return to an earlier task an equal submission has the same number and digest: it makes no other head.
     newest = dict(store.get(TaskSubmissions).newest)
     sequence, digest = newest.pop(build.task.hex(), (0, ""))
     if sequence <= build.above or digest_of(payload := encoded(sequence)).hex() != digest:
-        sequence = store.next_number(SubmissionSequence, above=build.above)
+        sequence = store.number
+        store.set(SubmissionSequence(sequence))
         payload = encoded(sequence)
     if build.round is not None:
-        return payload, (put_model(store, build.task, prepared.local_model),)
+        return payload, put_model(store, build.task, prepared.local_model)
     newest = dict([*newest.items()][1 - MAX_TASKS :])
-    return payload, (TaskSubmissions({**newest, build.task.hex(): (sequence, digest_of(payload).hex())}),)
+    return payload, TaskSubmissions({**newest, build.task.hex(): (sequence, digest_of(payload).hex())})
 
 
 def leave_groups(workspace: Workspace, grouping: Grouping) -> None:
@@ -196,8 +190,7 @@ def leave_groups(workspace: Workspace, grouping: Grouping) -> None:
         for content in grouping.files:
             require_space(store.folder, len(content), what="the coefficients of a block")
             store.blobs.put(content)
-        store.image_groups.write(grouping.before, grouping.partition)
-        store.clock.keep()
+        store.partition = grouping.partition
     for each in grouping.lost:
         text = "block dissolved into batches"
         event(log, logging.WARNING, text, images=len(each.members), reason=each.reason)

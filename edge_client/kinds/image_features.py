@@ -24,9 +24,9 @@ from edge_client.privacy.perturbation import cache_tag, perturb_image
 from edge_client.privacy.policy import is_bounded
 from edge_client.prototypes.holdout import held_out
 from edge_client.store.culprits import MAX_DEATHS, Culprits, task_key
-from edge_client.store.device_state import DeviceState
 from edge_client.store.feature_cache import FeatureCache
 from edge_client.store.job_folder import Charge, Doing, Grant
+from edge_client.store.job_state import JobState
 from edge_client.store.stored_values import BackboneProvider, LeftOut
 from protocol.cli import plain
 from protocol.errors import BackboneMismatch, ConfigError
@@ -62,13 +62,13 @@ class FoundImages:
 
 @dataclass
 class Workspace:
-    """Shared inputs of submissions and heads: settings, state directory, feature cache and open backbones.
+    """Shared inputs of submissions and heads: settings, the device's state, feature cache and open backbones.
 
     A dry run writes no submission and no local model to the state directory.
     """
 
     settings: Settings
-    store: DeviceState
+    store: JobState
     cache: FeatureCache
     find: Callable[[Sequence[str]], Scan]
     """Returns a scan of the data folder for the classes of a task."""
@@ -169,7 +169,7 @@ class Workspace:
         """
         kind = kind_of(manifest)
         opened = {} if kind.in_rounds else {each.sha256: each for each in self.backbones(manifest)}
-        alter, settings = _perturbation(manifest, self.store.secret()), self.settings
+        alter, settings = _perturbation(manifest, self.store.secret), self.settings
         scan = self.find_images(manifest) if scan is None else scan
         images = scan.images
         if not images and not kind.is_private:
@@ -250,7 +250,7 @@ class Workspace:
 
     def held_out(self, images: Sequence[LabeledImage]) -> frozenset[str]:
         """Return the relative paths of the images that are held out; none that is in a group."""
-        groups, digests = self.store.image_groups.read(), self.cache.contents()
+        groups, digests = self.store.partition, self.cache.contents()
         grouped = {image.relative for image in images if digests.get(image.identity) in groups.number_of}
         return held_out(images, self.settings.holdout, grouped=grouped)
 

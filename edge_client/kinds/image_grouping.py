@@ -70,8 +70,6 @@ class Grouping:
 
     classes: list[ReleasedImages]
     blocks: list[ReleasedBlock]
-    before: Partition
-    """The groups that were recorded."""
     partition: Partition
     files: list[bytes]
     """The coefficients of new blocks."""
@@ -110,12 +108,12 @@ def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -
         StateError: the disk fails.
     """
     scan = DistinctImages(workspace, task, found)
-    before = workspace.store.image_groups.read()
+    before = workspace.store.partition
     partition, lost = image_blocks.after_scan(
         before,
         scan.places,
         seen=scan.seen(before),
-        now_s=workspace.store.clock.now_s(),
+        now_s=workspace.store.now_s(),
         replaced=scan.replaced,
         unusable=scan.unusable,
     )
@@ -146,7 +144,6 @@ def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -
     return Grouping(
         classes=classes,
         blocks=blocks,
-        before=before,
         partition=partition,
         files=[_packed(files[at]) for at, block in partition.blocks.items() if block != recorded.get(at)],
         lost=[*lost, *damaged],
@@ -199,7 +196,7 @@ def _dealer(workspace: Workspace, task: TaskManifest, label: int) -> np.random.G
     The groups are the same at every start until they are recorded. The shuffle depends on the secret: with known
     groups, several submissions could be solved for the sums of single ones.
     """
-    secret = workspace.store.secret()
+    secret = workspace.store.secret
     key = hmac.digest(secret, f"{task.seed}/{workspace.settings.device_id}/{label}".encode(), "sha256")
     return np.random.default_rng(list(key))
 

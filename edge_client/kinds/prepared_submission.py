@@ -143,7 +143,7 @@ def make_prototypes(
         ProtofleetError: the features exceed float16.
         PrivacyRefused: the task perturbs prototypes, and there is no secret.
     """
-    task, secret = build.manifest, workspace.store.secret()
+    task, secret = build.manifest, workspace.store.secret
     made = [
         _class_prototypes(workspace, task, label, each, secret) for label, each in enumerate(grouping.classes)
     ]

@@ -128,8 +128,7 @@ def _make(
 
 def _again(workspace: Workspace, build: BuildSubmission, found: FoundImages) -> PreparedSubmission:
     """Return a release whose noise key is deleted, as it was submitted."""
-    item = workspace.store.outbox.newest_submission()
-    payload = None if item is None or item.task != build.task else workspace.store.outbox.payload(item)
+    payload = workspace.store.last_submission()
     if payload is None:
         raise PrivacyFailed(FAILED)
     submitted = decode(payload, Submission, max_bytes=len(payload))

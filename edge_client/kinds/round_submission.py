@@ -14,9 +14,9 @@ from edge_client.images.images import LabeledImage
 from edge_client.kinds.image_features import FoundImages, Workspace, training_feature_keys
 from edge_client.kinds.image_grouping import Grouping
 from edge_client.kinds.prepared_submission import PreparedSubmission, class_reports, outgoing_prototypes
-from edge_client.store.device_state import DeviceState
 from edge_client.store.disk_space import require_space
 from edge_client.store.job_folder import CHECKPOINTS
+from edge_client.store.job_state import JobState
 from edge_client.store.stored_values import (
     StoredInitialModel,
     StoredLocalModel,
@@ -37,19 +37,19 @@ log = logging.getLogger(__name__)
 def existing_submission(workspace: Workspace, build: BuildSubmission) -> UploadItem | None:
     """Return the round's submission if it was built before, renumbered if its sequence must exceed `above`."""
     store, opened = workspace.store, build.round
-    outbox, last = store.outbox, store.outbox.newest_submission()
+    last = store.last
     if opened is None or workspace.dry_run or last is None:
         return None
     if (last.task, last.about) != (build.task, str(opened.number)):
         return None
     if not build.above:
         return last
-    if (payload := outbox.payload(last)) is None:
+    if (payload := store.last_submission()) is None:
         return None  # damaged on disk
     message = decode(payload, Submission, max_bytes=len(payload))
-    sequence = store.next_number(SubmissionSequence, above=build.above)
-    renumbered = encode(msgspec.structs.replace(message, sequence=sequence))
-    return outbox.keep("submission", renumbered, task=build.task, about=last.about)
+    store.set(SubmissionSequence(store.number))
+    renumbered = encode(msgspec.structs.replace(message, sequence=store.number))
+    return store.leave("submission", renumbered, task=build.task, about=last.about)
 
 
 def make_round(
@@ -97,7 +97,7 @@ def make_round(
         )
     values = result.prototypes.astype(np.float32)
     return PreparedSubmission(
-        prototypes=outgoing_prototypes(values, result.labels, task=manifest, secret=store.secret()),
+        prototypes=outgoing_prototypes(values, result.labels, task=manifest, secret=store.secret),
         labels=result.labels,
         counts=result.counts,
         classes=reports,
@@ -108,7 +108,7 @@ def make_round(
     )
 
 
-def put_model(store: DeviceState, task: bytes, model: LocalModel | None) -> StoredLocalModel:
+def put_model(store: JobState, task: bytes, model: LocalModel | None) -> StoredLocalModel:
     """Put a round's local model on disk, and return the fact to store with the round's submission.
 
     Raises:
@@ -117,7 +117,7 @@ def put_model(store: DeviceState, task: bytes, model: LocalModel | None) -> Stor
     return StoredLocalModel(task, _put_model(store, model) if model else b"")
 
 
-def local_model_digest(store: DeviceState, task: bytes) -> bytes:
+def local_model_digest(store: JobState, task: bytes) -> bytes:
     """Return the digest of the task's local model; empty if there is none or it is lost."""
     return store.get(StoredLocalModel).digest if _local_model(store, task) else b""
 
@@ -134,13 +134,13 @@ def store_initial_model(
     return digest
 
 
-def _put_model(store: DeviceState, model: LocalModel) -> bytes:
+def _put_model(store: JobState, model: LocalModel) -> bytes:
     packed = local_round.pack(model)
     require_space(store.blobs.folder, len(packed), what="the local model")
     return store.blobs.put(packed)
 
 
-def _local_model(store: DeviceState, task: bytes) -> LocalModel | None:
+def _local_model(store: JobState, task: bytes) -> LocalModel | None:
     stored = store.get(StoredLocalModel)
     if not stored.digest or stored.task != task:
         return None

@@ -55,14 +55,7 @@ from edge_client.store.job_folder import (
     Shown,
     Worked,
 )
-from edge_client.store.stored_values import (
-    LeftOut,
-    StoredInitialModel,
-    StoredLocalModel,
-    SubmissionReport,
-    SubmissionSequence,
-    TaskSubmissions,
-)
+from edge_client.store.stored_values import LeftOut, SubmissionReport
 from protocol import __version__
 from protocol.children import Child, ending
 from protocol.errors import (
@@ -95,16 +88,6 @@ MAX_LINES = 100
 
 ShowDryRun = Callable[[Shown], None]
 """Takes what a dry run would upload."""
-
-_READ: tuple[type[msgspec.Struct], ...] = (
-    SubmissionReport,
-    TaskSubmissions,
-    SubmissionSequence,
-    LeftOut,
-    StoredLocalModel,
-    StoredInitialModel,
-)
-"""Facts that jobs read."""
 
 
 class FromChild(msgspec.Struct, frozen=True):
@@ -380,8 +363,6 @@ class Jobs:
     def _job(self, wanted: Wanted) -> Job:
         store, settings, action = self._store, self._settings, wanted.action
         above = action.above if isinstance(action, events.BuildSubmission) else 0
-        given = (*(store.get(kind) for kind in _READ), store.heads_in_use())
-        facts = {type(fact).__name__: msgspec.Raw(msgspec.json.encode(fact)) for fact in given}
         common = Job(
             kind=wanted.name,
             version=__version__,
@@ -399,13 +380,9 @@ class Jobs:
             ),
             task=action.task,
             manifest=encode(action.manifest),
-            number=store.free_number(SubmissionSequence, above=above),
             above=above,
             is_dry_run=self._show is not None,
-            facts=facts,
-            items=store.outbox.items(),
-            partition=store.image_groups.read(),
-            now_s=store.clock.now_s(),
+            state=store.snapshot(above=above),
             deaths=store.culprits.deaths(),
             suspects=tuple(self._suspects),
             guilty=store.culprits.guilty(),

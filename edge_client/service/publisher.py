@@ -45,7 +45,9 @@ class Publisher:
         self._store = store
         self._is_dry_run = settings.mode is Mode.DRY_RUN
         self._key = store.signing_key(settings.identity.signing_key, keep=not self._is_dry_run)
-        epoch = 0 if self._is_dry_run else store.next_number(Epoch)
+        epoch = 0 if self._is_dry_run else store.free_number(Epoch)
+        if epoch:
+            store.set(Epoch(epoch))
         self.presence = OwnPresence(epoch=epoch, topic=self.topic("state"), key=self._key)
         self._session = self._open_session(on_event)
 

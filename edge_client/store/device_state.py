@@ -16,7 +16,7 @@ import msgspec
 from edge_client.store.culprit_record import CulpritRecord
 from edge_client.store.head_trials import MAX_FAILURES, HeadTrials
 from edge_client.store.image_group_record import ImageGroupRecord
-from edge_client.store.job_folder import BLOBS, CHECKPOINTS, Result
+from edge_client.store.job_folder import BLOBS, CHECKPOINTS, ITEM, Built, Result, Snapshot
 from edge_client.store.outbox import Outbox
 from edge_client.store.privacy_ledger import Ledger
 from edge_client.store.stored_values import (
@@ -29,6 +29,7 @@ from edge_client.store.stored_values import (
     Secret,
     StoredInitialModel,
     StoredLocalModel,
+    SubmissionReport,
     SubmissionSequence,
     TaskSubmissions,
 )
@@ -120,7 +121,17 @@ _KEY_ADVICE = (
 )
 
 
-_LEFT = {
+_READ: tuple[type[msgspec.Struct], ...] = (
+    SubmissionReport,
+    TaskSubmissions,
+    SubmissionSequence,
+    LeftOut,
+    StoredLocalModel,
+    StoredInitialModel,
+)
+"""Facts that jobs read, beside the heads in use."""
+
+_CHANGED = {
     kind.__name__: kind
     for kind in (
         BackboneProvider,
@@ -135,10 +146,10 @@ _LEFT = {
 """Facts that jobs may change."""
 
 
-def _facts(left: Mapping[str, msgspec.Raw]) -> list[msgspec.Struct]:
-    """Return the facts that a job has left; raises StateError if it may not change one of them."""
+def _facts(changed: Mapping[str, msgspec.Raw]) -> list[msgspec.Struct]:
+    """Return the facts that a job has changed; raises StateError if it may not change one of them."""
     try:
-        return [msgspec.json.decode(value, type=_LEFT[name]) for name, value in left.items()]
+        return [msgspec.json.decode(value, type=_CHANGED[name]) for name, value in changed.items()]
     except (KeyError, msgspec.MsgspecError) as error:
         raise StateError(f"unexpected facts in the result of a job: {error}") from error
 
@@ -246,51 +257,48 @@ class DeviceState:
                 self.set(Secret(secret))
         return secret
 
-    def next_number(self, kind: type[SubmissionSequence] | type[Epoch], *, above: int = 0) -> int:
-        """Return and store a number greater than the stored one and `above`.
+    def free_number(self, kind: type[SubmissionSequence] | type[Epoch], *, above: int = 0) -> int:
+        """Return a number greater than the stored one and `above`, which is stored once it is used.
 
         It is at least the time in seconds, so that it grows even if the state was lost in between.
         """
-        number = self.free_number(kind, above=above)
-        self.set(kind(number))
-        return number
-
-    def free_number(self, kind: type[SubmissionSequence] | type[Epoch], *, above: int = 0) -> int:
-        """Return a number as `next_number` does, without storing it."""
         return max(self.get(kind).number, above, int(time.time()) - 1) + 1
 
+    def snapshot(self, *, above: int = 0) -> Snapshot:
+        """Return the state for a job, with a number above one."""
+        facts = (*(self.get(kind) for kind in _READ), self.heads_in_use())
+        return Snapshot(
+            number=self.free_number(SubmissionSequence, above=above),
+            facts={type(fact).__name__: msgspec.Raw(msgspec.json.encode(fact)) for fact in facts},
+            last=self.outbox.newest_submission(),
+            partition=self.image_groups.read(),
+            now_s=self.clock.now_s(),
+        )
+
     def commit(self, folder: Path, result: Result, *facts: msgspec.Struct) -> None:
-        """Store what a job has left in a folder, and facts, all or nothing.
+        """Store what a job has changed and left in a folder, and facts, all or nothing.
 
         Raises:
             ProtofleetError: the submission is larger than the outbox.
             StateError: a file is not what the result names, or the disk fails; DiskAlmostFull if there is too little
                 space.
         """
-        for digest in result.blobs:
+        changes, outcome = result.changes, result.outcome
+        for digest in changes.blobs:
             self._adopt(folder / BLOBS / digest.hex(), digest)
-        with state_errors(folder), self._database.transaction():
-            self._facts.put(*_facts(result.facts), *facts)
-            if result.partition is not None:
-                self.image_groups.write(self.image_groups.read(), result.partition)
-            for kept in result.kept:
-                item = kept.item
-                if not kept.file:
-                    self.outbox.assign(item, item.task)
-                elif (
-                    self.outbox.keep(
-                        item.kind,
-                        folder / Path(kept.file).name,
-                        task=item.task,
-                        about=item.about,
-                        deletes_keys=result.was_released,
-                    ).digest
-                    != item.digest
-                ):
-                    raise StateError(f"{folder / kept.file} was changed on disk: try again")
-        if result.was_released:
-            self._database.empty_log()
-        if any(kept.item.kind == "submission" for kept in result.kept):
+        built = outcome if isinstance(outcome, Built) else Built(item=None)
+        is_released = changes.item is not None and built.report is not None and built.report.is_private
+        with self._database.transaction():
+            self._facts.put(*_facts(changes.facts), *facts)
+            if changes.partition is not None:
+                self.image_groups.write(changes.partition)
+            if changes.item is not None:
+                self.outbox.keep(changes.item, folder / ITEM, deletes_keys=is_released)
+            elif built.item is not None:
+                self.outbox.assign(built.item)
+        if is_released:
+            self._database.empty_log()  # the keys are in no file
+        if changes.item is not None and changes.item.kind == "submission":
             shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
         self.clock.keep()
 

@@ -163,12 +163,13 @@ class ImageGroupRecord:
         """
         return {digest for (digest,) in self._database.read("SELECT digest FROM blocks")}
 
-    def write(self, before: Partition, after: Partition) -> None:
-        """Replace `before`, which is recorded, by `after`, all or nothing.
+    def write(self, after: Partition) -> None:
+        """Record all groups in place of the recorded ones, all or nothing.
 
         Raises:
             StateError: the disk is full or fails.
         """
+        before = self.read()
         if after == before:
             return
         new = [

@@ -17,6 +17,9 @@ from protocol.wire.messages import HeadRef, Privacy
 
 JOB_FILE, IMAGES_FILE, RESULT_FILE = "job.json", "images.json", "result.json"
 
+ITEM = "item"
+"""File of the submission or evaluation that a job leaves."""
+
 LAST_SUBMISSION = "last-submission"
 """File of the newest submission, which some jobs need again."""
 
@@ -71,6 +74,40 @@ class ImageList(msgspec.Struct, frozen=True, kw_only=True):
     skipped: Mapping[str, int] = {}
 
 
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The device's state as a job reads it.
+
+    Args:
+        number: a free sequence number.
+        facts: stored facts by their names, as JSON.
+        last: the newest submission in the outbox.
+        partition: the groups of images.
+        now_s: elapsed time of the state directory.
+    """
+
+    number: int
+    facts: Mapping[str, msgspec.Raw]
+    last: UploadItem | None
+    partition: Partition
+    now_s: float
+
+
+class Changes(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job changes of the device's state.
+
+    Args:
+        facts: new facts by their names, as JSON.
+        partition: the groups of images; None if they stay.
+        item: a new item for the outbox, whose bytes are in the file ITEM.
+        blobs: digests of new blobs, which are in the folder BLOBS.
+    """
+
+    facts: Mapping[str, msgspec.Raw] = {}
+    partition: Partition | None = None
+    item: UploadItem | None = None
+    blobs: tuple[bytes, ...] = ()
+
+
 class JobVersion(msgspec.Struct, frozen=True):
     """The part of `job.json` that every version has."""
 
@@ -83,11 +120,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         version: of the program that has written it; one of another version cannot run it.
         manifest, round: encoded as on the wire; `round` is empty in a task without rounds.
-        number: a free sequence number.
         above: the sequence number that a submission must exceed; 0 for none.
-        facts: stored facts by their names, as JSON.
-        items: the outbox.
-        now_s: elapsed time of the state directory.
         deaths: ends of jobs while they ran something, by its digest in hex, since it last worked.
         suspects: identities of images that were being decoded when a job ended; it decodes each by itself first.
         guilty: identities of images at which jobs ended, with the memory that those might use, bytes.
@@ -101,23 +134,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     round: bytes = b""
     head: HeadRef | None = None
     as_canary: bool = False
-    number: int = 0
     above: int = 0
     is_dry_run: bool = False
-    facts: Mapping[str, msgspec.Raw]
-    items: tuple[UploadItem, ...]
-    partition: Partition
-    now_s: float
+    state: Snapshot
     deaths: Mapping[str, int]
     suspects: tuple[bytes, ...] = ()
     guilty: Mapping[bytes, int] = {}
-
-
-class KeptItem(msgspec.Struct, frozen=True, kw_only=True):
-    """An item for the outbox, whose bytes are in a file of the job's folder; an empty `file` keeps the stored bytes."""
-
-    item: UploadItem
-    file: str
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -135,7 +157,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Built(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The result of a build; see `core.events.SubmissionBuilt`.
 
-    `report` is of the submission that was made; with `awaits_block` the earlier one, `item`, stays in its place.
+    `item` is new, or the one in the outbox, which counts for this task. `report` is of the submission that was made;
+    with `awaits_block` the earlier one, `item`, stays in its place.
     """
 
     item: UploadItem | None
@@ -188,18 +211,10 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """A job's result: its outcome, and the changes of the state, which are committed together.
-
-    `was_released` deletes the keys of releases, whose submission is among the `kept`. `blobs` are in the folder BLOBS.
-    `line` is logged after the commit.
-    """
+    """A job's result: its outcome, and the changes of the state, which are committed together, and then logged."""
 
     outcome: Built | Installed | Problem
-    facts: Mapping[str, msgspec.Raw] = {}
-    partition: Partition | None = None
-    kept: tuple[KeptItem, ...] = ()
-    was_released: bool = False
-    blobs: tuple[bytes, ...] = ()
+    changes: Changes = Changes()
     shown: Shown | None = None
     line: Line | None = None
 

@@ -5,21 +5,16 @@ submission acknowledged last is kept too, for an aggregator that has lost its st
 """
 
 import hashlib
-import io
 import logging
 from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-
-from edge_client.core.state import Kind, UploadItem
+from edge_client.core.state import UploadItem
 from edge_client.store.disk_space import require_space
-from protocol.errors import ProtofleetError
+from protocol.errors import ProtofleetError, StateError
 from protocol.log import event
 from protocol.storage.blobstore import file_digest, state_errors
 from protocol.storage.database import Database
-from protocol.storage.facts import Facts
 from protocol.wire.codec import digest_of
 from protocol.wire.transfer import Ranges
 
@@ -48,63 +43,43 @@ class Outbox:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def keep(
-        self,
-        kind: Kind,
-        payload: bytes | Path,
-        *,
-        task: bytes,
-        about: str,
-        facts: tuple[msgspec.Struct, ...] = (),
-        deletes_keys: bool = False,
-    ) -> UploadItem:
-        """Replace the waiting item of a kind, and an equal acknowledged one; store facts with it, all or nothing.
+    def keep(self, item: UploadItem, file: Path, *, deletes_keys: bool = False) -> None:
+        """Replace the waiting item of a kind, and an equal acknowledged one, by an item whose bytes are in a file.
 
-        `payload` may be a file, which is read in pieces. With `deletes_keys` the noise keys of releases are deleted in
-        the same transaction, and are in no file afterwards.
+        With `deletes_keys` the noise keys of releases are deleted in the same transaction.
 
         Raises:
             ProtofleetError: the submission is larger than the outbox.
-            StateError: the disk is full or fails; DiskAlmostFull if a submission would use the reserve. In all
-                cases the waiting item stays.
+            StateError: the file has other bytes, or the disk is full or fails; DiskAlmostFull if a submission would use
+                the reserve. In all cases the waiting item stays.
         """
-        size = len(payload) if isinstance(payload, bytes) else payload.stat().st_size
-        if kind == "submission":
-            require_room(size)
+        if file_digest(file) != item.digest:
+            raise StateError(f"{file} was changed on disk: try again")
+        if item.kind == "submission":
+            require_room(item.size_bytes)
             # SQLite writes it to its log first.
-            require_space(self._database.path.parent, 2 * size, what="the submission")
-        digest = digest_of(payload) if isinstance(payload, bytes) else file_digest(payload)
-        with self._database.transaction() as database:
+            require_space(self._database.path.parent, 2 * item.size_bytes, what="the submission")
+        with state_errors(file), self._database.transaction() as database:
             database.execute(
-                "DELETE FROM outbox WHERE kind = ? AND (received = 0 OR digest = ?)", (kind, digest)
+                "DELETE FROM outbox WHERE kind = ? AND (received = 0 OR digest = ?)", (item.kind, item.digest)
             )
-            if kind == "submission":
+            if item.kind == "submission":
                 # The acknowledged submission goes if there is no room for it beside the new one.
-                database.execute(
-                    "DELETE FROM outbox WHERE kind = ? AND size_bytes > ?", (kind, LIMIT_BYTES - size)
-                )
-            row = (
-                database.execute("INSERT INTO payloads (bytes) VALUES (zeroblob(?))", (size,)).lastrowid or 0
-            )
-            with (
-                database.blobopen("payloads", "bytes", row) as blob,
-                io.BytesIO(payload) if isinstance(payload, bytes) else payload.open("rb") as file,
-            ):
-                while piece := file.read(_PIECE_BYTES):
+                most = LIMIT_BYTES - item.size_bytes
+                database.execute("DELETE FROM outbox WHERE kind = ? AND size_bytes > ?", (item.kind, most))
+            added = database.execute("INSERT INTO payloads (bytes) VALUES (zeroblob(?))", (item.size_bytes,))
+            row = added.lastrowid or 0
+            with database.blobopen("payloads", "bytes", row) as blob, file.open("rb") as payload:
+                while piece := payload.read(_PIECE_BYTES):
                     blob.write(piece)
-            values = (kind, task, digest, about, size, row)
+            values = (item.kind, item.task, item.digest, item.about, item.size_bytes, row)
             database.execute("INSERT INTO outbox VALUES (?, 0, ?, ?, ?, ?, ?)", values)
-            Facts(self._database).put(*facts)
             if deletes_keys:
                 database.execute("UPDATE releases SET key = NULL")
-        if deletes_keys:
-            self._database.empty_log()
-        return UploadItem(digest, size, kind, task, about)
 
-    def assign(self, item: UploadItem, task: bytes) -> UploadItem:
-        """Return an item as one of another task, for which it is valid, too."""
-        self._database.write("UPDATE outbox SET task = ? WHERE digest = ?", task, item.digest)
-        return replace(item, task=task)
+    def assign(self, item: UploadItem) -> None:
+        """Let a stored item count for the task that it names now."""
+        self._database.write("UPDATE outbox SET task = ? WHERE digest = ?", item.task, item.digest)
 
     def newest_submission(self) -> UploadItem | None:
         """Return the submission that waits, or else the one acknowledged last."""

@@ -26,7 +26,8 @@ from edge_client.kinds.image_grouping import group_images
 from edge_client.kinds.prepared_submission import NoPrototype, encode_submission, make_prototypes
 from edge_client.store.device_state import DeviceState
 from edge_client.store.feature_cache import FeatureCache
-from edge_client.store.stored_values import Secret
+from edge_client.store.job_folder import Built, Result
+from edge_client.store.job_state import JobState
 from protocol.storage.elapsed_clock import ElapsedClock
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import BlobRef, TaskManifest
@@ -47,6 +48,7 @@ EVENTS = {
 """Portions of the images, and shares that are deleted, or that move to their class, after the first upload."""
 
 DAYS_S = 2 * 24 * 3600.0
+SECRET = bytes(32)
 
 
 class _Clock(ElapsedClock):
@@ -65,9 +67,11 @@ class _Clock(ElapsedClock):
 class _Device:
     """The device program's submissions of images whose features are known."""
 
-    def __init__(self, workspace: Workspace, task: TaskManifest, features: NDArray[np.float32]) -> None:
-        self._workspace, self._task, self._features = workspace, task, features
-        workspace.store.clock = self._clock = _Clock()
+    def __init__(
+        self, workspace: Workspace, state: DeviceState, task: TaskManifest, features: NDArray[np.float32]
+    ) -> None:
+        self._workspace, self._state, self._task, self._features = workspace, state, task, features
+        state.clock = self._clock = _Clock()
         self.uploaded_bytes = 0
 
     def upload(self, there: NDArray[np.intp], labels: NDArray[np.int64]) -> Prototypes | None:
@@ -83,8 +87,10 @@ class _Device:
         digests = {name: int(at).to_bytes(4, "big") for name, at in zip(names, there, strict=True)}
         self._workspace.cache.put_contents(digests)
         usable, build = FoundImages(images, ()), BuildSubmission(bytes(32), self._task)
+        job = self._workspace.store = _job(self._state)
         grouping = group_images(self._workspace, self._task, usable)
         leave_groups(self._workspace, grouping)
+        self._state.commit(job.own, Result(outcome=Built(item=None), changes=job.changes))
         try:
             found = make_prototypes(self._workspace, build, usable, grouping)
         except NoPrototype:
@@ -96,6 +102,12 @@ class _Device:
             found.counts.astype(np.int64),
             block=found.block,
         )
+
+
+def _job(state: DeviceState) -> JobState:
+    own = state.folder / "job"
+    own.mkdir(exist_ok=True)
+    return JobState(state.folder, own, state.snapshot(), secret=SECRET)
 
 
 @click.command("block-edits")
@@ -182,14 +194,14 @@ def _device(features: NDArray[np.float32], classes: int, prototypes: Any) -> Ite
     with tempfile.TemporaryDirectory() as folder:
         store = DeviceState(Path(folder) / "state")
         store.blobs.put(file)
-        store.set(Secret(bytes(32)))
         cache = FeatureCache(Path(folder) / "features.sqlite")
         settings = Settings(
             broker=None, fleet="edits", device_id="edits", mode=Mode.SERVICE, data=Path(folder), holdout=0.0,
             provider="cpu", threads=1, batch_size=1, backbones=(), rescan_s=1e9,
         )  # fmt: skip
         try:
-            yield _Device(Workspace(settings, store, cache, ImageScanner(settings.data).scan), task, features)
+            workspace = Workspace(settings, _job(store), cache, ImageScanner(settings.data).scan)
+            yield _Device(workspace, store, task, features)
         finally:
             cache.close()
             store.close()

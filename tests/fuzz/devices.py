@@ -35,6 +35,7 @@ from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, flee
 from tests.fuzz.mutations import of_message
 from tests.fuzz.target import MIB, Target
 from tests.support.devices.device_factory import make_settings
+from tests.support.devices.job_states import keep_item
 from tests.support.messages.every_type import SAMPLES
 from tests.support.messages.manifests import signed_manifest
 
@@ -162,7 +163,7 @@ def _perform_local(device: Device, kind: int, body: bytes) -> None:
             for action in actions:
                 device._perform(action)
         case _ if device._state.task is not None:
-            item = device._store.outbox.keep("submission", PAYLOAD, task=device._state.task, about="images")
+            item = keep_item(device._store, PAYLOAD, task=device._state.task, about="images")
             device._handle(events.SubmissionBuilt(item.task, item, round=device._state.joined_round))
 
 

@@ -15,11 +15,13 @@ from edge_client.images.images import LabeledImage, normal
 from edge_client.kinds.image_features import FoundImages, prototype_columns
 from edge_client.kinds.image_grouping import Grouping
 from edge_client.kinds.prepared_submission import NoPrototype, PreparedSubmission, make_prototypes
+from edge_client.store.device_state import DeviceState
 from edge_client.store.image_group_record import Partition
 from edge_client.store.stored_values import Secret
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import BlobRef, TaskManifest
-from tests.support.devices.device_factory import group_and_record, make_manifest, make_workspace
+from tests.support.devices.device_factory import group_and_leave, make_manifest, make_workspace
+from tests.support.devices.job_states import commit, job_state
 from tests.support.graphs.backbones import tiny_backbone
 from tests.support.simulation.clocks import FakeClock
 
@@ -62,15 +64,15 @@ class BlockDevice:
 
     def open(self) -> None:
         """Start the program, or start it again."""
-        self.workspace = make_workspace(self.folder)
-        self.workspace.store.clock = self.clock = FakeClock(self.elapsed_s)
-        self.workspace.store.set(Secret(bytes(32)))
+        self.workspace, self.state = make_workspace(self.folder), DeviceState(self.folder / "state")
+        self.state.clock = self.clock = FakeClock(self.elapsed_s)
+        self.state.set(Secret(bytes(32)))
         for file in FILES:
-            self.workspace.store.blobs.put(file)
+            self.state.blobs.put(file)
 
     def close(self) -> None:
         self.workspace.cache.close()
-        self.workspace.store.close()
+        self.state.close()
 
     def back_up(self, folder: Path) -> None:
         """Copy the state folder, while no program uses it."""
@@ -92,7 +94,7 @@ class BlockDevice:
 
     @property
     def partition(self) -> Partition:
-        return self.workspace.store.image_groups.read()
+        return self.state.image_groups.read()
 
     def images_of(self, keys: Iterable[bytes]) -> set[int]:
         return {int.from_bytes(key, "big") for key in keys}
@@ -100,6 +102,10 @@ class BlockDevice:
     def wait(self, seconds: float = 25 * 3600) -> None:
         self.elapsed_s += seconds
         self.clock.elapsed_s = self.elapsed_s
+
+    def begin(self) -> None:
+        """Begin a job."""
+        self.workspace.store = job_state(self.state)
 
     def found(self, manifest: TaskManifest) -> FoundImages:
         """Return the images of the task's classes, with features and digests."""
@@ -124,7 +130,9 @@ class BlockDevice:
         """Release what a task gets, if it can be uploaded to, and note its coefficients."""
         manifest = make_manifest(**{"backbones": BACKBONES[:1], "prototypes": "auto", **task})
         found = self.found(manifest)
-        grouping = group_and_record(self.workspace, manifest, found)
+        self.begin()
+        grouping = group_and_leave(self.workspace, manifest, found)
+        commit(self.state, self.workspace.store)
         self.awaits_block = grouping.awaits_block
         try:
             prepared = make_prototypes(self.workspace, BuildSubmission(bytes(32), manifest), found, grouping)

@@ -31,6 +31,7 @@ from edge_client.store.stored_values import InstalledHead
 from protocol.models.onnx_metadata import HeadMetadata, to_properties
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import BlobRef, Program, RoundManifest, TaskManifest
+from tests.support.devices.job_states import job_state
 from tests.support.graphs.backbones import tiny_backbone
 from tests.support.graphs.hostile_graphs import extended
 
@@ -94,18 +95,18 @@ def make_settings(folder: Path, **changes: Any) -> Settings:
 
 def make_workspace(folder: Path, **changes: Any) -> Workspace:
     """Return the workspace of a device that has the tiny backbone; `changes` are of its settings."""
-    store = DeviceState(folder / "state")
-    store.blobs.put(tiny_backbone())
-    return open_workspace(make_settings(folder, **changes), store, FeatureCache(folder / "features.sqlite"))
+    state = DeviceState(folder / "state")
+    state.blobs.put(tiny_backbone())
+    return open_workspace(make_settings(folder, **changes), state, FeatureCache(folder / "features.sqlite"))
 
 
-def open_workspace(settings: Settings, store: DeviceState, cache: FeatureCache, **values: Any) -> Workspace:
-    """Return a workspace on a state directory, which scans the data folder itself."""
-    return Workspace(settings, store, cache, ImageScanner(settings.data).scan, **values)
+def open_workspace(settings: Settings, state: DeviceState, cache: FeatureCache, **values: Any) -> Workspace:
+    """Return the workspace of a new job, which scans the data folder itself."""
+    return Workspace(settings, job_state(state), cache, ImageScanner(settings.data).scan, **values)
 
 
-def group_and_record(workspace: Workspace, task: TaskManifest, found: FoundImages) -> Grouping:
-    """Return the released images, once their groups are recorded."""
+def group_and_leave(workspace: Workspace, task: TaskManifest, found: FoundImages) -> Grouping:
+    """Return the released images, once their groups are left for the state."""
     grouping = group_images(workspace, task, found)
     leave_groups(workspace, grouping)
     return grouping
@@ -120,7 +121,7 @@ def make_submission(
     digest: bytes = b"t" * 32,
 ) -> PreparedSubmission:
     """Make a submission of a kind that groups images, of images whose features are cached."""
-    grouping = group_and_record(workspace, task, found)
+    grouping = group_and_leave(workspace, task, found)
     return MAKE[kind_of(task)](workspace, BuildSubmission(digest, task, opened), found, grouping)
 
 

@@ -39,6 +39,7 @@ from protocol.wire.signing import public_key
 from tests.docs.command_lines import parse
 from tests.support.devices.device_bench import CONSTANT, HeadBench
 from tests.support.devices.device_factory import image_file, write_images
+from tests.support.devices.job_states import keep_item
 from tests.support.graphs.backbones import tiny_backbone
 
 
@@ -182,7 +183,7 @@ def test_status_shows_whether_the_submission_was_received(here: Path) -> None:
     """If it was not, the status shows what prevents it."""
     state = DeviceState(here / "one")
     report = SubmissionReport(size_bytes=10)
-    item = state.outbox.keep("submission", b"submission", task=b"t" * 32, about="", facts=(report,))
+    item = keep_item(state, b"submission", report)
     state.set(StoredState(problems={"upload": "the aggregator has no space"}))
     output = _status()
     assert "submission 10 bytes, not received yet" in output

@@ -144,7 +144,7 @@ def test_groups_of_an_earlier_digest_stay(tmp_path: Path) -> None:
     workspace.cache.put_contents(old)
     make_submission(workspace, manifest, workspace.extract(manifest))
     assert workspace.cache.contents() == old
-    assert workspace.store.image_groups.read().number_of.keys() == {*old.values()}
+    assert workspace.store.partition.number_of.keys() == {*old.values()}
 
 
 def test_a_feature_without_a_digest_is_computed_again(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_a_rating_does_not_reveal_a_new_image(tmp_path: Path) -> None:
     before = total()
     images = workspace.find_images(manifest).images
     keys = workspace.cache.contents()
-    for group in workspace.store.image_groups.read().groups.values():
+    for group in workspace.store.partition.groups.values():
         path = next(image.path for image in images if keys[image.identity] in group.images)
         path.write_bytes(tagged(path.read_bytes(), {RATING: 5}))
     (folder / "new.jpg").write_bytes(saved(noise(seed=99), "jpeg"))

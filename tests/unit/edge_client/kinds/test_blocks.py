@@ -181,14 +181,14 @@ def test_each_image_goes_out_in_one_form_once(device: BlockDevice) -> None:
     assert _counts(first) == ([20, 20, 20], [])
     assert first.block is not None
     assert len(first.block.rows) == 6
-    files = device.workspace.store.image_groups.files()
+    files = device.state.image_groups.files()
     for task in ({"columns": ((0, 20),)}, {"backbones": BACKBONES}, {"seed": 9, "alpha": 0.9}):
         assert _counts(_uploaded(device, **task))[0] == [20, 20, 20]
     device.put(range(60, 70), "cat")
     assert _counts(device.upload(classes=CLASSES)) == ([20, 20, 20], [5, 5])
     device.put(range(70, 130), "dog")
     assert _counts(device.upload(classes=CLASSES)) == ([20, 20, 20, 60], [5, 5])
-    assert files < device.workspace.store.image_groups.files()
+    assert files < device.state.image_groups.files()
 
 
 def test_few_images_and_other_tasks_are_batches_as_before(tmp_path: Path) -> None:
@@ -261,6 +261,7 @@ def test_a_block_that_is_left_out_says_why(device: BlockDevice, capsys: pytest.C
         ({"classes": CLASSES, "min_images": 21, "batch_size": 21}, "or asks for more images of each"),
     ):  # fmt: skip
         manifest = make_manifest(**{"backbones": BACKBONES[:1], "prototypes": "auto", **task})
+        device.begin()
         with pytest.raises(NoPrototype, match=text):
             make_submission(device.workspace, manifest, device.found(manifest))
     device.put(range(60, 70), "cat")
@@ -274,6 +275,7 @@ def test_a_block_that_is_left_out_says_why(device: BlockDevice, capsys: pytest.C
     manifest = make_manifest(
         classes=CLASSES, backbones=BACKBONES[:1], prototypes="auto", min_images=11, batch_size=11
     )
+    device.begin()
     with pytest.raises(NoPrototype, match="1 image missing: restore these, or wait a day"):
         make_submission(device.workspace, manifest, device.found(manifest))
 
@@ -410,8 +412,8 @@ def test_a_backbone_that_fails_on_an_image_dissolves_no_block(device: BlockDevic
 
 def test_a_lost_file_dissolves_its_block(device: BlockDevice, caplog: pytest.LogCaptureFixture) -> None:
     _uploaded(device)
-    (digest,) = device.workspace.store.image_groups.files()
-    device.workspace.store.blobs.path(digest).write_bytes(b"damaged")
+    (digest,) = device.state.image_groups.files()
+    device.state.blobs.path(digest).write_bytes(b"damaged")
     assert _counts(device.upload(classes=CLASSES)) == ([], [5] * 12)
     assert [text for text in caplog.messages if text.startswith("block dissolved into batches images=60")]
 

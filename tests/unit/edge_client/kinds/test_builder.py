@@ -34,7 +34,6 @@ from edge_client.store.job_folder import Doing
 from edge_client.store.stored_values import (
     DeviceName,
     ExtractionProgress,
-    Secret,
 )
 from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError
 from protocol.wire.messages import Confused, Perturbation
@@ -54,7 +53,7 @@ def _prepare(
 ) -> PreparedSubmission:
     """Prepare a submission of the images in the data folder."""
     workspace, task = make_workspace(folder, **{"holdout": 0.2, **local}), make_manifest(**(manifest or {}))
-    workspace.store.set(Secret(secret))
+    workspace.store.secret = secret
     return make_submission(workspace, task, workspace.extract(task))
 
 

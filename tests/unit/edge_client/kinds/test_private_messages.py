@@ -17,6 +17,7 @@ from protocol.wire import messages
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import BlobRef, DeviceInfo, Evaluation, HeadRef, Privacy, Submission, Tensor
 from tests.support.devices.device_factory import TINY, linear_head, payload_of, tiny
+from tests.support.devices.job_states import keep_item
 from tests.support.devices.worker_benches import PrivateBench, without_privacy
 from tests.support.messages.every_type import WIRE_TYPES
 
@@ -114,7 +115,7 @@ def test_what_is_no_message_is_deleted_at_a_start_with_max_epsilon(bench: Privat
     message = Submission(
         task=bench.task, sequence=1, prototypes=NOTHING, labels=NOTHING, counts=NOTHING, images=1, loss=1e7
     )
-    bench.store.outbox.keep("submission", encode(message), task=bench.task, about="0")
+    keep_item(bench.store, encode(message), task=bench.task, about="0")
     Device(replace(bench.settings, max_epsilon=1.0), bench.store)
     assert bench.store.outbox.items() == ()
 

@@ -24,6 +24,7 @@ from edge_client.kinds.prepared_submission import (
 )
 from edge_client.prototypes.holdout import held_out, held_out_count
 from edge_client.prototypes.prototype_averaging import class_means
+from edge_client.store.device_state import DeviceState
 from edge_client.training import local_round
 from edge_client.training.local_round import LocalModel, RoundResult
 from edge_client.training.trainer import TrainingSet
@@ -41,6 +42,7 @@ from tests.support.devices.device_factory import (
     open_workspace,
     write_images,
 )
+from tests.support.devices.job_states import commit, job_state
 from tests.support.devices.job_threads import EndedError
 from tests.support.devices.linear_attacker import fewest_images
 from tests.support.devices.round_factory import put_contents, take_images
@@ -135,8 +137,8 @@ class Victim:
     """A device whose features show which images are in a prototype: one value per image, in each backbone."""
 
     def __init__(self, folder: Path) -> None:
-        self.workspace = make_workspace(folder)
-        self.workspace.store.clock = self.clock = FakeClock()
+        self.workspace, self.state = make_workspace(folder), DeviceState(folder / "state")
+        self.state.clock = self.clock = FakeClock()
         self.sums: list[Any] = []
 
     def upload(self, numbers: Iterable[int], **task: Any) -> None:
@@ -152,10 +154,13 @@ class Victim:
         self.workspace.cache.put(key, made, [])
         put_contents(self.workspace.cache, images)
         found = FoundImages(tuple(images), ())
+        self.workspace.store = job_state(self.state)
         try:
             prepared = _prepare(self.workspace, manifest, found)
         except ProtofleetError:
             return
+        finally:
+            commit(self.state, self.workspace.store)
         sums = prepared.prototypes.astype(np.float64) * prepared.counts[:, None]
         self.sums += list(abs(sums) > 0.5)
 
@@ -205,13 +210,15 @@ class Folder:
 
     def __init__(self, folder: Path, *, images: int = 12, holdout: float = 0.0) -> None:
         self.data = write_images(folder / "data", count=images)
-        self.workspace = make_workspace(folder, holdout=holdout)
-        self.workspace.store.clock = self.clock = FakeClock()
+        self.workspace, self.state = make_workspace(folder, holdout=holdout), DeviceState(folder / "state")
+        self.state.clock = self.clock = FakeClock()
 
     def upload(self, **task: Any) -> PreparedSubmission:
         manifest = make_manifest(**task)
+        self.workspace.store = job_state(self.state)
         found = self.workspace.extract(manifest)
         prepared = make_submission(self.workspace, manifest, found)
+        commit(self.state, self.workspace.store)
         payload = encode_submission(prepared, task=TASK, manifest=manifest, sequence=1)
         message = read_message(payload)
         assert isinstance(message, Submission)
@@ -230,7 +237,7 @@ def test_first_submission_is_fedtcs(tmp_path: Path) -> None:
     prepared = device.upload(alpha=0.9)
     found = device.workspace.extract(make_manifest())
     features = device.workspace.features(found.of_class(1), training_feature_keys(make_manifest()), 16)
-    key = hmac.digest(device.workspace.store.secret(), b"0/device/1", "sha256")
+    key = hmac.digest(device.workspace.store.secret, b"0/device/1", "sha256")
     values, counts = average_class(features, batch=5, alpha=0.9, rng=np.random.default_rng(list(key)))
     assert prepared.classes[1].counts == tuple(counts)
     np.testing.assert_array_equal(prepared.prototypes[prepared.labels == 1], values.astype(np.float16))
@@ -370,9 +377,9 @@ def test_images_of_prototypes_are_not_held_out_later(tmp_path: Path) -> None:
 def test_a_dry_run_records_no_group(tmp_path: Path) -> None:
     device = Folder(tmp_path)
     before = device.workspace
-    shown = open_workspace(before.settings, before.store, before.cache, dry_run=True)
+    shown = open_workspace(before.settings, device.state, before.cache, dry_run=True)
     found = shown.extract(make_manifest())
     prepared = make_submission(shown, make_manifest(), found)
-    assert device.workspace.store.image_groups.read().groups == {}
+    assert shown.store.changes.partition is None
     assert device.upload().counts.tolist() == prepared.counts.tolist()
-    assert len(device.workspace.store.image_groups.read().groups) == len(prepared.counts)
+    assert len(device.state.image_groups.read().groups) == len(prepared.counts)

@@ -1,12 +1,10 @@
 """Rounds: each is trained once across restarts, and stored as a whole."""
 
 import logging
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import msgspec
@@ -18,13 +16,12 @@ from edge_client.core.events import BuildSubmission
 from edge_client.core.state import UploadItem
 from edge_client.images.images import LabeledImage
 from edge_client.kinds import round_submission
-from edge_client.kinds.image_features import FoundImages, Workspace
+from edge_client.kinds.image_features import FoundImages
 from edge_client.kinds.prepared_submission import PreparedSubmission, encode_submission
 from edge_client.prototypes.holdout import held_out
 from edge_client.store.device_state import DeviceState
 from edge_client.store.feature_cache import FeatureCache
-from edge_client.store.job_folder import CHECKPOINTS, Built, Job, Result, Run
-from edge_client.store.job_state import JobState
+from edge_client.store.job_folder import CHECKPOINTS
 from edge_client.store.stored_values import StoredLocalModel, SubmissionReport, SubmissionSequence
 from edge_client.training.local_round import LocalModel, pack, unpack
 from edge_client.training.trainer import Diverged, TrainingHooks
@@ -38,6 +35,7 @@ from tests.support.devices.device_factory import (
     open_workspace,
     payload_of,
 )
+from tests.support.devices.job_states import commit, job_state
 from tests.support.devices.job_threads import EndedError
 from tests.support.devices.round_factory import (
     COUNTS,
@@ -52,10 +50,10 @@ from tests.support.graphs.step_graphs import PROJECTION
 from tests.support.machine_faults import full_disk
 
 STEPS_PER_EPOCH = 5
+"""18 images in batches of 4."""
 
 GROUP = 5
 """Images in a group, as `make_task` sets it."""
-"""18 images in batches of 4."""
 
 
 class Device:
@@ -95,6 +93,7 @@ class Device:
         found = take_images() if images is None else images
         look_at(self.cache, found)
         usable = FoundImages(tuple(found), (), held_out(found, self.holdout))
+        self.workspace.store = job_state(self.store)
         with patch.object(round_submission, "TrainingHooks", hooks):
             return make_submission(self.workspace, manifest, usable, opened, digest=task)
 
@@ -106,48 +105,41 @@ class Device:
     def complete(self, manifest: TaskManifest, opened: RoundManifest) -> UploadItem:
         """Train and store a round."""
         prepared = self.train(manifest, opened)
-        return store_round(self.workspace, opened, prepared, encoded(prepared, manifest, opened))
+        return self.end_job(opened, prepared, encoded(prepared, manifest, opened))
 
-    def end_job(self, opened: RoundManifest, prepared: PreparedSubmission, payload: bytes) -> None:
-        """Leave a trained round in a job's folder, and commit it."""
-        folder, store = self.folder / "jobs" / "1", self.store
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        job = SimpleNamespace(
-            items=store.outbox.items(), partition=store.image_groups.read(), now_s=0.0, facts={}, number=1
-        )
-        state = JobState(self.folder, folder, cast("Job", job), Run(bytes(folder)))
-        workspace = replace(self.workspace, store=cast("DeviceState", state))
-        left = Built(item=store_round(workspace, opened, prepared, payload))
-        blobs, kept = tuple(state.blobs.added), tuple(state.outbox.kept)
-        store.commit(folder, Result(outcome=left, facts=state.changes, kept=kept, blobs=blobs))
+    def end_job(self, opened: RoundManifest, prepared: PreparedSubmission, payload: bytes) -> UploadItem:
+        """Leave a trained round in a job's folder, as `build_submission` does, and commit it."""
+        job = job_state(self.store)
+        job.partition = self.workspace.store.partition
+        model = round_submission.put_model(job, TASK, prepared.local_model)
+        item = job.leave("submission", payload, task=TASK, about=str(opened.number))
+        commit(self.store, job, model)
+        return item
 
     def found(self, opened: RoundManifest, *, task: bytes = TASK, above: int = 0) -> UploadItem | None:
         """Return the round's submission if it was built before."""
         build = BuildSubmission(task, make_manifest(), opened, above)
-        return round_submission.existing_submission(self.workspace, build)
+        job = job_state(self.store, above=above)
+        item = round_submission.existing_submission(replace(self.workspace, store=job), build)
+        commit(self.store, job)
+        return item
 
     def local_model(self) -> LocalModel | None:
         """Return the task's stored local model."""
-        digest = round_submission.local_model_digest(self.store, TASK)
+        digest = round_submission.local_model_digest(job_state(self.store), TASK)
         return unpack(self.store.blobs.read(digest)) if digest else None
 
     def on_disk(self) -> dict[str, bytes]:
-        """Return every file except the feature cache, and every fact."""
-        files = [path for path in self.folder.rglob("*") if path.is_file() and "sqlite" not in path.name]
+        """Return every file except the feature cache and those of jobs, and every fact."""
+        files = [
+            path
+            for path in self.folder.rglob("*")
+            if path.is_file() and "sqlite" not in path.name and "jobs" not in path.parts
+        ]
         kinds = (StoredLocalModel, SubmissionSequence, SubmissionReport)
         facts = {kind.__name__: repr(self.store.get(kind)).encode() for kind in kinds}
         facts["outbox"] = repr(self.store.outbox.items()).encode()
         return {**{str(path.relative_to(self.folder)): path.read_bytes() for path in files}, **facts}
-
-
-def store_round(
-    workspace: Workspace, opened: RoundManifest, prepared: PreparedSubmission, payload: bytes
-) -> UploadItem:
-    """Put a trained round into the outbox, as `build_submission` does."""
-    model = round_submission.put_model(workspace.store, TASK, prepared.local_model)
-    about = str(opened.number)
-    return workspace.store.outbox.keep("submission", payload, task=TASK, about=about, facts=(model,))
 
 
 def encoded(prepared: PreparedSubmission, manifest: TaskManifest, opened: RoundManifest) -> bytes:
@@ -274,7 +266,7 @@ def test_the_local_model_continues_in_the_next_round_of_its_task(device: Device)
     device.complete(manifest, open_round(device.store.blobs))
     opened = open_round(device.store.blobs, number=1)
     assert model_of(device.train(manifest, opened)).state["steps"] == 4 * STEPS_PER_EPOCH
-    assert round_submission.local_model_digest(device.store, b"u" * 32) == b""
+    assert round_submission.local_model_digest(job_state(device.store), b"u" * 32) == b""
     other = device.train(manifest, opened, task=b"u" * 32)
     assert model_of(other).state["steps"] == 2 * STEPS_PER_EPOCH
 
@@ -285,7 +277,7 @@ def test_a_lost_local_model_is_logged_and_replaced(
 ) -> None:  # fmt: skip
     """The next round starts from the initial model."""
     device.complete(manifest, opened)
-    file = device.store.blobs.path(round_submission.local_model_digest(device.store, TASK))
+    file = device.store.blobs.path(round_submission.local_model_digest(job_state(device.store), TASK))
     if damage == "missing":
         file.unlink()
     else:
@@ -335,7 +327,7 @@ def test_an_initial_model_fits_the_devices_images(
     digest = round_submission.store_initial_model(
         device.workspace, manifest, opened.tensors, FoundImages(tuple(images), ())
     )
-    model = unpack(device.store.blobs.read(digest))
+    model = unpack(device.workspace.store.blobs.read(digest))
     assert model.prototypes.shape == (3, PROJECTION)
     assert not model.counts.any()
     assert model.state["mean"].any() == bool(counts)

@@ -16,7 +16,6 @@ from edge_client.privacy.noise import gaussian, laplace
 from edge_client.privacy.noise_key import subkey
 from edge_client.privacy.perturbation import perturb_image, perturb_prototypes, to_half
 from edge_client.privacy.policy import check_task
-from edge_client.store.stored_values import Secret
 from protocol.errors import PrivacyRefused
 from protocol.models.preprocessing import Preprocessing
 from protocol.wire.messages import Perturbation, Program, TaskManifest
@@ -46,7 +45,7 @@ def workspace(tmp_path: Path) -> Workspace:
     """A device with 12 images per class."""
     write_images(tmp_path / "data", count=12)
     workspace = make_workspace(tmp_path, holdout=0.3)
-    workspace.store.set(Secret(SECRET))
+    workspace.store.secret = SECRET
     return workspace
 
 
@@ -170,15 +169,15 @@ def test_training_images_are_perturbed_and_held_out_ones_are_not(workspace: Work
     assert len(found_clean.usable) == len(found.usable)
     mean_clean = make_submission(workspace, clean, found_clean)
     assert np.abs(mean_noisy.prototypes.astype(float) - mean_clean.prototypes).max() > 0.01
-    workspace.store.secret = lambda **_: OTHER  # type: ignore[method-assign]
+    workspace.store.secret = OTHER
     again = workspace.extract(noisy)
-    workspace.store.secret = lambda **_: SECRET  # type: ignore[method-assign]
+    workspace.store.secret = SECRET
     assert make_submission(workspace, noisy, again).fingerprint == mean_noisy.fingerprint, "drawn once"
 
 
 def test_extraction_of_perturbed_images_without_secret_is_refused(workspace: Workspace) -> None:
     """The whole extraction ends, and nothing is stored."""
-    workspace.store.secret = lambda **_: b""  # type: ignore[method-assign]
+    workspace.store.secret = b""
     with pytest.raises(PrivacyRefused, match="no secret"):
         workspace.extract(manifest(on_images()))
     assert not workspace.cache.known(*training_feature_keys(manifest(on_images())))
@@ -190,7 +189,7 @@ def test_prepared_prototypes_are_perturbed(workspace: Workspace) -> None:
     difference = noisy.prototypes.astype(np.float64) - 0.75 * clean.prototypes.astype(np.float64)
     assert difference.std() == pytest.approx(0.5, rel=0.3)
     assert _prepare(workspace, manifest(HOW)).fingerprint == noisy.fingerprint
-    workspace.store.secret = lambda **_: b""  # type: ignore[method-assign]
+    workspace.store.secret = b""
     with pytest.raises(PrivacyRefused, match="no secret"):
         _prepare(workspace, manifest(HOW))
 

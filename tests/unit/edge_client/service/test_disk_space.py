@@ -22,6 +22,7 @@ from tests.support.devices.device_factory import (
     make_workspace,
     write_images,
 )
+from tests.support.devices.job_states import keep_item
 from tests.support.devices.worker_benches import PUBLIC_MAP, WANTED, private_task
 from tests.support.simulation.fleet import reference
 
@@ -150,13 +151,13 @@ def test_a_build_without_space_for_the_last_submission_is_repeated(disk: Disks, 
 @pytest.mark.parametrize("kind", ["submission", "evaluation"])
 def test_only_submissions_leave_the_reserve(disk: Disks, tmp_path: Path, kind: str) -> None:
     """The reserve is for small things, such as an evaluation or a receipt."""
-    outbox = DeviceState(tmp_path / "state").outbox
+    state = DeviceState(tmp_path / "state")
     disk.free = 0
     if kind == "submission":
         with pytest.raises(DiskAlmostFull):
-            outbox.keep("submission", b"payload", task=TASK, about="")
+            keep_item(state, b"payload")
     else:
-        assert outbox.keep("evaluation", b"payload", task=TASK, about="").size_bytes == 7
+        assert keep_item(state, b"payload", kind="evaluation").size_bytes == 7
 
 
 READY = State(mode=Mode.SERVICE, stored=frozenset({TINY.digest}), connected=True)

@@ -27,8 +27,8 @@ from edge_client.kinds.prepared_submission import encode_submission
 from edge_client.service.jobs import IDLE_S
 from edge_client.service.publisher import Publisher
 from edge_client.store.feature_cache import FeatureCache
-from edge_client.store.job_folder import Built, Result, Run
-from edge_client.store.job_state import JobOutbox
+from edge_client.store.job_folder import Built, Changes, Result, Run
+from edge_client.store.job_state import JobState
 from edge_client.store.stored_values import Heads, LeftOut, SubmissionReport
 from protocol import children
 from protocol.errors import ProtofleetError, RuntimeMissing, StateError, ThreadFailed, UnreadableImage
@@ -374,13 +374,13 @@ def test_a_head_is_evaluated_beside_a_build_under_differential_privacy(
         assert reported.wait(30)
         return whole(*arguments, **options)
 
-    def keep(outbox: JobOutbox, kind: Kind, *arguments: Any, **options: Any) -> Any:
+    def leave(state: JobState, kind: Kind, *arguments: Any, **options: Any) -> Any:
         if kind == "evaluation":
             reported.set()
-        return kept(outbox, kind, *arguments, **options)
+        return left(state, kind, *arguments, **options)
 
-    kept = JobOutbox.keep
-    monkeypatch.setattr(JobOutbox, "keep", keep)
+    left = JobState.leave
+    monkeypatch.setattr(JobState, "leave", leave)
     monkeypatch.setattr(builder, "encode_submission", encode_slowly)
     monkeypatch.setattr(JobThread, "isolate", nullcontext)
     bench.offer(PUBLIC_MAP)
@@ -426,7 +426,8 @@ def test_folders_of_jobs_are_never_adopted(bench: HeadBench) -> None:
 
 
 def _leave_a_secret(*_: object) -> Result:
-    return Result(outcome=Built(item=None), facts={"Secret": msgspec.Raw(b'{"key":""}')})
+    changes = Changes(facts={"Secret": msgspec.Raw(b'{"key":""}')})
+    return Result(outcome=Built(item=None), changes=changes)
 
 
 def _send_junk(program: _Program, *_: object) -> dict[str, int]:
