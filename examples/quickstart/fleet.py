@@ -141,9 +141,8 @@ class Fleet:
     def _exit_code(self, name: str, process: subprocess.Popen[bytes]) -> int | None:
         """Return the exit status of a process, None while it runs, and record what it uses."""
         if process.returncode is None:
-            self._peak_memory_bytes[name] = peak_memory_bytes(process.pid) or self._peak_memory_bytes.get(
-                name, 0
-            )
+            peaks = (peak_memory_bytes(pid) for pid in (process.pid, *children(process.pid)))
+            self._peak_memory_bytes[name] = max(sum(peaks), self._peak_memory_bytes.get(name, 0))
             ended, status, used = os.wait4(process.pid, os.WNOHANG)
             if ended:
                 process.returncode = os.waitstatus_to_exitcode(status)
@@ -168,6 +167,14 @@ def peak_memory_bytes(pid: int) -> int:
         return 0
     peaks = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
     return int(peaks[0]) * 1024 if peaks else 0
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes that a process has started and that run: the jobs of a device; none where there is no /proc."""
+    found = Path(f"/proc/{pid}/task").glob("*/children")
+    with contextlib.suppress(OSError):
+        return [int(child) for file in found for child in file.read_text().split()]
+    return []
 
 
 def free_port() -> int:

@@ -28,7 +28,7 @@ from edge_client.images.decoding import decode
 from edge_client.images.images import find_images
 from examples.quickstart import digits as data
 from examples.quickstart.__main__ import main
-from examples.quickstart.fleet import Fleet, peak_memory_bytes
+from examples.quickstart.fleet import Fleet, children, peak_memory_bytes
 from examples.quickstart.folder import (
     ALGORITHMS,
     BACKBONE,
@@ -278,11 +278,11 @@ def test_fleet_is_more_accurate_than_a_device_alone(demo: tuple[Path, str, dict[
 
 
 def test_cost_of_a_device_is_measured(demo: tuple[Path, str, dict[str, Any]]) -> None:
-    """CPU time and memory are those of the device programs: each imports numpy and ONNX Runtime."""
+    """CPU time and memory are those of a device's service and of its job, which imports numpy and ONNX Runtime."""
     _, printed, result = demo
     rows = result["per_device"]
     assert all(row["cpu_s"] > 0.1 for row in rows)
-    assert all(30e6 < row["peak_memory_bytes"] < 1e9 for row in rows if row["peak_memory_bytes"])
+    assert all(70e6 < row["peak_memory_bytes"] < 1e9 for row in rows if row["peak_memory_bytes"])
     assert f"{sum(row['cpu_s'] for row in rows) / len(rows):.1f} s of CPU time" in printed
 
 
@@ -298,9 +298,11 @@ def test_memory_of_a_device_is_not_the_demos() -> None:
     assert child.stdout is not None
     child.stdout.readline()
     peak = peak_memory_bytes(child.pid)
+    assert child.pid in children(os.getpid())
     child.communicate(b"\n")
     assert 1e6 < peak < len(held) / 2
     assert peak_memory_bytes(child.pid) == 0
+    assert children(child.pid) == []
 
 
 def test_fleet_is_measured_as_a_device_predicts(demo: tuple[Path, str, dict[str, Any]]) -> None:
