@@ -93,7 +93,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Changes(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job changes of the device's state.
+    """Changes of the device's state by a job.
 
     Args:
         facts: new facts by their names, as JSON.

@@ -66,7 +66,7 @@ class JobState:
 
     @property
     def changes(self) -> Changes:
-        """What the job has changed."""
+        """Return what the job has changed."""
         return Changes(
             facts=self._set,
             partition=None if self.partition is self._given.partition else self.partition,

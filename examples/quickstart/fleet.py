@@ -170,7 +170,7 @@ def peak_memory_bytes(pid: int) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes that a process has started and that run: the jobs of a device; none where there is no /proc."""
+    """Return the processes started by a process, such as the jobs of a device; none where there is no /proc."""
     found = Path(f"/proc/{pid}/task").glob("*/children")
     with contextlib.suppress(OSError):
         return [int(child) for file in found for child in file.read_text().split()]
