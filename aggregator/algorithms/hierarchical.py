@@ -26,6 +26,7 @@ from aggregator.algorithms.algorithm import (
     class_means,
 )
 from aggregator.algorithms.clustering import NO_GROUP, group_devices
+from aggregator.coordination.bounds import EQUAL_MULTIPLE, median_limits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -229,10 +230,8 @@ def _kappa(
 
 def _at_most_median(images: NDArray[np.int64], sets: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return numbers of images (p,), none greater than the lower median of its set (p,)."""
-    _, rows, members = np.unique(sets, return_inverse=True, return_counts=True)
-    median = np.cumsum(members) - members + (members - 1) // 2
-    capped: NDArray[np.int64] = np.minimum(images, images[np.lexsort((images, rows))][median][rows])
-    return capped
+    limits = median_limits(images, EQUAL_MULTIPLE, sets=sets, fewest=1)
+    return np.minimum(images, limits).astype(np.int64)
 
 
 def _of_groups(

@@ -1,17 +1,13 @@
 """The comparison of a head with the previous one on several devices, none of which decides alone. Pure.
 
 A fraction of the devices is tolerated: so many may fail to use a head that is activated, and so many of the best and of
-the worst comparisons do not count. Of the others, each counts with at most MAX_MULTIPLE times the images of the median
-device.
+the worst comparisons do not count. Of the others, each counts with at most CANARY_MULTIPLE times the images of the
+median device (`bounds`).
 """
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-MAX_MULTIPLE = 10
-"""Times the images of the median device with which a device counts at most."""
 
 _ROUNDING = 1e-9
 
@@ -58,19 +54,23 @@ def compare(results: Sequence[CanaryResult], tolerated_fraction: float) -> Compa
 
     Law: the order of the results does not matter.
     """
+    import numpy as np  # which programs that only show a comparison do without
+
+    from aggregator.coordination.bounds import CANARY_MULTIPLE, limiting_factors, median_limits
+
     found = sorted(
         (each for each in results if each.previous_correct is not None and each.images),
         key=lambda each: (each.gain, each.images),
     )
     omitted = tolerated(len(found), tolerated_fraction)
-    counted = found[omitted : len(found) - omitted]
-    limit = MAX_MULTIPLE * statistics.median_low([each.images for each in found]) if found else 0
-    weighted = [(min(1.0, limit / each.images), each) for each in counted]
+    images = np.array([each.images for each in found], np.float64)
+    weights = limiting_factors(images, median_limits(images, CANARY_MULTIPLE)).tolist()
+    weighted = list(zip(weights, found, strict=True))[omitted : len(found) - omitted]
     return Comparison(
         images=sum(weight * each.images for weight, each in weighted),
         correct=sum(weight * each.correct for weight, each in weighted),
         previous_correct=sum(weight * (each.previous_correct or 0) for weight, each in weighted),
-        counted=len(counted),
+        counted=len(weighted),
         devices=len(found),
     )
 

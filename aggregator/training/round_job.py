@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from aggregator.algorithms.algorithm import Contribution, RoundAlgorithm
 from aggregator.algorithms.tensors import check_finite, pack_tensors, unpack_tensors
 from aggregator.config.schema import Robust
+from aggregator.coordination.bounds import counted_images
 from aggregator.graphs.program_export import bind, untrained
 from aggregator.intake.validation import Expectation, Prototypes, check_submission
 from aggregator.training.jobs import TENSORS_FILE, Result, RoundJob, Workspace, checked_parts, write_head
 from aggregator.training.robust.rounds import contribution_of, robust_contributions
-from aggregator.training.robust.weights import counted_images, counting, limited, stated_images
+from aggregator.training.robust.weights import counting, limited, stated_images
 from protocol.errors import ProtofleetError
 from protocol.storage.blobstore import write_atomically
 from protocol.wire.messages import Submission

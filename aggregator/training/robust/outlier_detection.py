@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from aggregator.coordination.bounds import COMPARED_DEVICES, MEDIAN_DEVICES
 from aggregator.training.robust.outlier_statistics import (
     DeviceSummary,
     Floats,
@@ -22,12 +23,6 @@ from aggregator.training.robust.outlier_statistics import (
     scatters,
 )
 from protocol.wire.codec import digest_of
-
-MIN_DEVICES = 5
-"""Devices that a class needs for one of them to be an outlier."""
-
-MIN_REFERENCE = 3
-"""Devices, no outliers, whose median another device is compared with to find out what it resembles."""
 
 MAX_REPORTED = 1000
 """Factor beyond which the number is not reported."""
@@ -197,7 +192,7 @@ def _tests(
     """Yield each test, with its class, if it is of one, whether it is of distances, and a description."""
     for label, name in enumerate(classes):
         one = class_means(parts, label)
-        if len(one.devices) < MIN_DEVICES:
+        if len(one.devices) < COMPARED_DEVICES:
             continue
         median = f"the median of {len(one.devices)} devices"
         yield label, True, f"class {name!r}: {{}} times as far as expected from {median}", distances(one)
@@ -208,7 +203,7 @@ def _tests(
             scatters(one),
         )
     length = lengths(parts)
-    if len(length.devices) >= MIN_DEVICES:
+    if len(length.devices) >= COMPARED_DEVICES:
         median = f"the median of {len(length.devices)} devices"
         yield None, False, f"all classes: {{}} times as long as plausible, by {median}", length
 
@@ -226,7 +221,7 @@ def _similar(parts: Mapping[str, DeviceSummary], found: Mapping[str, Finding], *
     medians = {
         label: one.median
         for label in range(classes)
-        if len((one := class_means(typical, label)).devices) >= MIN_REFERENCE
+        if len((one := class_means(typical, label)).devices) >= MEDIAN_DEVICES
     }
     columns = {device: column for column, device in enumerate(sorted(parts))}
     apart, away = np.zeros((2, len(distant), len(columns)))
