@@ -77,22 +77,21 @@ def counting(
     """
     stated = np.array(list(images.values()), np.float64).reshape(len(images), -1)
     totals, of_devices = counted_totals(stated, multiple=multiple), stated.sum(axis=1)
+    names, final = list(images), totals.sum()
     lost: list[tuple[float, str, str]] = []
 
-    names = list(images)
+    def limit(row: int, counted: float, before: float, of_class: str, rule: str) -> None:
+        text = f"counts as {counted:.0f} of {before:.0f} images{of_class} ({rule})"
+        lost.append((counted - before, names[row], text))
 
-    def limit(device: str, counted: float, given: float, of: str, rule: str) -> None:
-        if round(counted) < given:
-            lost.append(
-                (counted - given, device, f"counts as {counted:.0f} of {given:.0f} images{of} ({rule})")
-            )
-
-    median = f"{multiple:g} times the median device's"
-    limits = median_limits(of_devices, multiple)
-    for device, counted, given, most in zip(images, totals, of_devices, limits, strict=True):
-        is_median = np.isclose(counted, most)
-        limit(device, counted, given, "", median if is_median else f"{FLEET_SHARE:.0%} of the fleet's")
-    final = totals.sum()
+    is_median = np.isclose(totals, median_limits(of_devices, multiple))
+    for row in np.flatnonzero(np.rint(totals) < of_devices).tolist():
+        rule = (
+            f"{multiple:g} times the median device's"
+            if is_median[row]
+            else f"{FLEET_SHARE:.0%} of the fleet's"
+        )
+        limit(row, totals[row], of_devices[row], "", rule)
     if of_classes is not None:
         within = stated * device_factors(stated, multiple=multiple)[:, None]
         shares = counted_images(stated, multiple=multiple)
@@ -102,8 +101,7 @@ def counting(
             is_far = of_classes[row, label] < shares[row, label] - rounding[row, label]
             share = class_share(int(np.count_nonzero(stated[:, label])))
             rule = "far from the other devices' mean" if is_far else f"{share:.0%} of the class"
-            of = f" of class {classes[label]!r}"
-            limit(names[row], of_classes[row, label], stated[row, label], of, rule)
+            limit(row, of_classes[row, label], stated[row, label], f" of class {classes[label]!r}", rule)
     described = [(device, text) for _, device, text in sorted(lost)]
     more = [("", f"{len(described) - SHOWN_LIMITS} more limits")] if len(described) > SHOWN_LIMITS else []
     return Counting(int(of_devices.sum()), round(float(final)), (*described[:SHOWN_LIMITS], *more))
