@@ -159,11 +159,9 @@ def to_total(values: NDArray[np.int64]) -> Tensors:
 
 
 def from_total(stored: Tensors) -> NDArray[np.int64]:
-    """Return a stored total; one of an earlier version has its lower bits only, and is within 32."""
-    lower, upper = to_array(stored.values["total"]), stored.values.get("upper")
-    if upper is None:
-        return lower.view(np.int32).astype(np.int64)
-    return (to_array(upper).astype(np.int64) << 32) | lower.astype(np.int64)
+    """Return the total that `to_total` has stored."""
+    lower, upper = (to_array(stored.values[name]).astype(np.int64) for name in ("total", "upper"))
+    return (upper << 32) | lower
 
 
 def _require_laws(total: NoisyTotal) -> None:
