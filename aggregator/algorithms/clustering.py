@@ -17,8 +17,8 @@ NO_CLUSTER = -1
 NO_GROUP = -1
 """The group of a device that is in none."""
 
-MIN_DEVICES = 3
-"""Devices of a group: of fewer, one would learn another's means, or decide them."""
+GROUP_DEVICES = 3
+"""Devices of a group, at least: of fewer, one would learn another's means, or decide them."""
 
 MAX_GROUPS = 32
 """All devices receive the means of all groups."""
@@ -48,7 +48,7 @@ def group_devices(
         The group of each device, numbered from 0 without gaps, or NO_GROUP.
     """
     best = np.full(devices.max(initial=-1) + 1, NO_GROUP)
-    if len(best) <= MIN_DEVICES:
+    if len(best) <= GROUP_DEVICES:
         return best
     sums = np.zeros((len(best), offsets.shape[1]))
     np.add.at(sums, devices, offsets * images[:, None])
@@ -65,9 +65,9 @@ def group_devices(
 
 
 def _large(partition: Integers) -> Integers:
-    """Return the partition's groups of MIN_DEVICES and more, numbered anew."""
+    """Return the partition's groups of GROUP_DEVICES and more, numbered anew."""
     _, places, members = np.unique(partition, return_inverse=True, return_counts=True)
-    kept = (partition != NO_GROUP) & (members[places] >= MIN_DEVICES)
+    kept = (partition != NO_GROUP) & (members[places] >= GROUP_DEVICES)
     groups = np.full(len(partition), NO_GROUP)
     groups[kept] = np.unique(partition[kept], return_inverse=True)[1]
     return groups
