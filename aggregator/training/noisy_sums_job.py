@@ -65,12 +65,9 @@ def run(job: NoisySumsJob, workspace: Workspace) -> Result:
     )
     _require_laws(total)
     layer, ridge = solve_noisy(total)
-    features = np.random.default_rng(0).exponential(size=(256, job.feature_size)).astype(np.float32)
     figures = {"strength": ridge, "temperature": TEMPERATURE}
-    layers, shortening = [of_features(layer, public)], Shortening(public)
-    metrics = write_checked(
-        job, workspace, manifest, layers, figures, features=features, feature_map=shortening, directions=None
-    )
+    layers = [of_features(layer, public)]
+    metrics = write_checked(job, workspace, manifest, layers, figures, feature_map=Shortening(public))
     return Result(
         prototypes=images,
         metrics={**metrics, "seconds": time.perf_counter() - started_s},

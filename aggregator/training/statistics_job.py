@@ -75,14 +75,12 @@ def run(job: StatisticsJob, workspace: Workspace) -> Result:
         "temperature": ridge.temperature,
     }
     seconds = time.perf_counter() - started_s
-    random = np.random.default_rng(0).exponential(size=(256, job.feature_size)).astype(np.float32)
     metrics = write_checked(
         job,
         workspace,
         manifest,
         [ridge.layer],
         figures,
-        features=random,
         feature_map=feature_map,
         directions=solved.directions if job.has_novelty else None,
     )
