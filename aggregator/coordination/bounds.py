@@ -73,8 +73,8 @@ def median_limits(
     """
     limits, present = np.full(len(amounts), np.inf), np.flatnonzero(amounts > 0)
     positive = amounts[present]
-    of = np.zeros_like(present) if sets is None else sets[present]
-    _, rows, members = np.unique(of, return_inverse=True, return_counts=True)
+    groups = np.zeros_like(present) if sets is None else sets[present]
+    _, rows, members = np.unique(groups, return_inverse=True, return_counts=True)
     middle = np.cumsum(members) - members + (members - 1) // 2
     medians = positive[np.lexsort((positive, rows))][middle]
     limits[present] = np.where(members < fewest, np.inf, multiple * medians)[rows]

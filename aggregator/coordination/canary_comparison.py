@@ -58,47 +58,49 @@ def compare(results: Sequence[CanaryResult], tolerated_fraction: float) -> Compa
 
     from aggregator.coordination.bounds import CANARY_MULTIPLE, limiting_factors, median_limits
 
-    found = sorted(
+    compared = sorted(
         (each for each in results if each.previous_correct is not None and each.images),
         key=lambda each: (each.gain, each.images),
     )
-    omitted = tolerated(len(found), tolerated_fraction)
-    images = np.array([each.images for each in found], np.float64)
+    omitted = tolerated(len(compared), tolerated_fraction)
+    images = np.array([each.images for each in compared], np.float64)
     weights = limiting_factors(images, median_limits(images, CANARY_MULTIPLE)).tolist()
-    weighted = list(zip(weights, found, strict=True))[omitted : len(found) - omitted]
+    weighted = list(zip(weights, compared, strict=True))[omitted : len(compared) - omitted]
     return Comparison(
         images=sum(weight * each.images for weight, each in weighted),
         correct=sum(weight * each.correct for weight, each in weighted),
         previous_correct=sum(weight * (each.previous_correct or 0) for weight, each in weighted),
         counted=len(weighted),
-        devices=len(found),
+        devices=len(compared),
     )
 
 
 def is_accepted(results: Sequence[CanaryResult], tolerated_fraction: float, margin: float) -> bool:
     """Return True if the head's accuracy is at most `margin` below the previous head's."""
-    found = compare(results, tolerated_fraction)
-    return found.correct >= found.previous_correct - margin * found.images - _ROUNDING
+    comparison = compare(results, tolerated_fraction)
+    return comparison.correct >= comparison.previous_correct - margin * comparison.images - _ROUNDING
 
 
 def one_decides(results: Sequence[CanaryResult], tolerated_fraction: float, margin: float) -> bool:
     """Return True if two devices have compared the heads and disagree: of two none is omitted."""
-    found = [each for each in results if each.previous_correct is not None and each.images]
-    verdicts = {is_accepted([each], tolerated_fraction=tolerated_fraction, margin=margin) for each in found}
-    return len(found) == len(verdicts) == 2
+    compared = [each for each in results if each.previous_correct is not None and each.images]
+    verdicts = {
+        is_accepted([each], tolerated_fraction=tolerated_fraction, margin=margin) for each in compared
+    }
+    return len(compared) == len(verdicts) == 2
 
 
 def summary(results: Sequence[CanaryResult], *, tolerated_fraction: float) -> str:
     """Return the head's accuracy on the devices that count, beside the previous head's."""
-    found = compare(results, tolerated_fraction)
+    comparison = compare(results, tolerated_fraction)
     if not results:
         return "no canary has answered"
-    if not found.images:
+    if not comparison.images:
         running = sum(not each.problem for each in results)
         return f"it runs on {canaries(running)}, without images to compare it on"
-    correct, previous, images = found.correct, found.previous_correct, found.images
-    of_all = canaries(found.devices)
-    number = of_all if found.counted == found.devices else f"{found.counted} of {of_all}"
+    correct, previous, images = comparison.correct, comparison.previous_correct, comparison.images
+    of_all = canaries(comparison.devices)
+    number = of_all if comparison.counted == comparison.devices else f"{comparison.counted} of {of_all}"
     return (
         f"accuracy {correct / images:.1%} ({correct:.0f}/{images:.0f}) on {number}, "
         f"{previous / images:.1%} ({previous:.0f}/{images:.0f}) with the previous head"

@@ -98,7 +98,7 @@ def aggregated(
         ProtofleetError: none can be aggregated, or only all together cannot.
     """
 
-    def of(some: Sequence[Contribution]) -> dict[str, NDArray[Any]]:
+    def aggregate(some: Sequence[Contribution]) -> dict[str, NDArray[Any]]:
         safe = robust_contributions(some, clip_multiple=robust.clip_multiple, power=algorithm.power)
         tensors = algorithm.aggregate(safe, previous, num_classes=num_classes, seed=seed)
         check_finite(tensors)
@@ -106,16 +106,16 @@ def aggregated(
 
     failed: dict[str, str] = {}
     try:
-        return of(contributions), failed
+        return aggregate(contributions), failed
     except ProtofleetError:
         for each in contributions:
             try:
-                of([each])
+                aggregate([each])
             except ProtofleetError as error:
                 failed[each.device] = str(error)
         if len(failed) in (0, len(contributions)):
             raise
-    return of([each for each in contributions if each.device not in failed]), failed
+    return aggregate([each for each in contributions if each.device not in failed]), failed
 
 
 def _figures(

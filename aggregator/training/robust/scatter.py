@@ -74,10 +74,10 @@ def scatter_set(
     diagonals = arrays.empty((len(parts), size))
     labels, counts = np.zeros((2, len(values)), np.int64)
     for number, part in enumerate(parts):
-        made = principal(part)
+        block = principal(part)
         its_rows, its_means = (slice(*ends) for ends in starts[number : number + 2].T)
-        rows[its_rows], values[its_means], diagonals[number] = made.rows, made.means, made.diagonal
-        labels[its_means], counts[its_means] = made.labels, made.counts
+        rows[its_rows], values[its_means], diagonals[number] = block.rows, block.means, block.diagonal
+        labels[its_means], counts[its_means] = block.labels, block.counts
     of_rows, devices = (np.repeat(np.arange(len(parts)), each) for each in sizes.T)
     weights = factors[devices]
     weights *= counts.sum() / (counts @ weights)
@@ -102,6 +102,6 @@ def _shorten(scatter: Scatter, images: NDArray[np.integer], max_multiple: float)
     squares = scatter.traces() / images
     factors = limiting_factors(squares, median_limits(squares, max_multiple))
     for number in np.flatnonzero(factors < 1).tolist():
-        mine, _ = scatter.of(number)
+        mine, _ = scatter.of_device(number)
         mine *= np.float32(np.sqrt(factors[number]))
         scatter.diagonals[number] *= np.float32(factors[number])

@@ -95,11 +95,11 @@ def distance_factors(parts: Mapping[str, DeviceSummary], *, classes: int) -> dic
     Sums are integers and cannot be moved. A device whose mean is SUM_DISTANCE times as far from the median as expected
     or farther has the effect on the class of one at that distance, whether or not other devices resemble it.
     """
-    found: dict[str, NDArray[np.float64]] = {}
+    factors_of: dict[str, NDArray[np.float64]] = {}
     for label, one, factors in _compared(parts, SUM_DISTANCE):
         for at in np.flatnonzero(factors < 1).tolist():
-            found.setdefault(one.devices[at], np.ones(classes))[label] = factors[at]
-    return found
+            factors_of.setdefault(one.devices[at], np.ones(classes))[label] = factors[at]
+    return factors_of
 
 
 def _compared(
@@ -216,21 +216,21 @@ def combine(
     """
     arrays = arrays or Arrays()
     if any(part.block is not None for part in parts):
-        made = scatter_set(
+        data = scatter_set(
             limited_means(parts) if max_multiple else parts,
             num_classes=num_classes,
             factors=device_factors(stated_images(parts), multiple=max_multiple),
             max_multiple=max_multiple,
             arrays=arrays,
         )
-        return replace(made, common=_common(parts, made.labels, made.counted_images, disputed))
+        return replace(data, common=_common(parts, data.labels, data.counted_images, disputed))
     weights = np.concatenate(prototype_weights(parts, multiple=max_multiple))
     parts = limited(parts, multiple=max_multiple)
-    data = pool(limited_means(parts) if max_multiple else parts, arrays)
+    pooled = pool(limited_means(parts) if max_multiple else parts, arrays)
     return TrainingSet(
-        *(data.values, data.labels, data.counts, num_classes),
+        *(pooled.values, pooled.labels, pooled.counts, num_classes),
         weights=weights,
-        common=_common(parts, data.labels, weights, disputed),
+        common=_common(parts, pooled.labels, weights, disputed),
         devices=np.repeat(np.arange(len(parts)), [len(part.labels) for part in parts]),
         arrays=arrays,
     )
