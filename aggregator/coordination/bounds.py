@@ -23,7 +23,7 @@ MAX_MULTIPLE = 3.0
 """Times the median device's images that a device counts at most, unless the task file has another `max_multiple`.
 
 With 5, two attackers of 20 cost CIFAR-10 4.4 points more; with 10, one attacker of 20 has a third of each class. With
-less, honest fleets lose: their devices differ as much.
+less, honest fleets lose more: their devices differ (ADR 0028).
 """
 
 EQUAL_MULTIPLE = 1.0
@@ -36,7 +36,7 @@ device that gains by it decides one head, not what is learned. Fewer images woul
 
 CLIP_MULTIPLE = 3.0
 """Times the median device's length, or distance from the others, of a prototype in a round, unless the task file has
-another `clip_multiple`."""
+another `clip_multiple`: honest devices are hardly ever beyond it, and none comes near to another class."""
 
 MEAN_DISTANCE = 1.0
 """Times the expected distance of a device's mean from the others' to which a mean that is farther is moved."""
@@ -46,17 +46,20 @@ SUM_DISTANCE = 1.5
 none is there (at most 1.2): their head does not depend on which of them has an image."""
 
 FLEET_SHARE = 1 / 4
-"""Share of all images that one device supplies at most."""
+"""Share of all images that one device supplies at most, a third of what the others do: of five devices, an equal share
+is a fifth."""
 
 EQUAL_SHARES = 4
 """Equal shares of a class, each of one device, that one device supplies at most, within CLASS_SHARES: devices differ
 more by class than in all."""
 
 CLASS_SHARES = FLEET_SHARE, 2 / 5
-"""Least and greatest limit of the share of a class that one device supplies."""
+"""Least and greatest limit of the share of a class that one device supplies: below half, it never outweighs the others
+together."""
 
 MIN_COMMON_SHARE = 1 / 3
-"""Share of all amounts that classes on COMPARED_DEVICES devices need to decide what all classes share."""
+"""Share of all amounts that classes on COMPARED_DEVICES devices need to decide what all classes share: few images would
+show it badly."""
 
 
 def median_limits(
