@@ -132,7 +132,7 @@ def read_snapshot(state: Path) -> Snapshot:
 class Stamps:
     """Finds out whether anything has changed that a snapshot of a state directory shows.
 
-    PostgreSQL is asked on a connection that stays open; of an SQLite database the files tell.
+    Tables elsewhere are asked on a connection that stays open; of those in the directory the files tell.
     """
 
     def __init__(self, state: Path) -> None:
@@ -144,14 +144,14 @@ class Stamps:
         files = [self._state / name for name in ("intake.json", "head.onnx", "model.onnx")]
         try:
             if recorded_location(self._state) is not None:
-                return _times(files), self._postgresql()
+                return _times(files), self._elsewhere()
             database = database_of("aggregator", self._state)
             files += [database, database.with_name(f"{database.name}-wal")]
             return _times(files), FolderLock(self._state).is_taken()
         except ProtofleetError as error:
             return _times(files), str(error)
 
-    def _postgresql(self) -> object:
+    def _elsewhere(self) -> object:
         if self._store is None:
             self._store = open_store(self._state, read_only=True)
         return self._store.database.data_version(), self._store.database.is_locked()

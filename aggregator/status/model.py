@@ -246,7 +246,10 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     attention: Annotated[tuple[Attention, ...], Meta(description="What needs an operator, worst first.")]
     running: bool
     leader: Annotated[
-        str, Meta(description="The machine of the aggregator that runs, on PostgreSQL; otherwise empty.")
+        str,
+        Meta(
+            description="The machine of the aggregator that runs, if the tables are elsewhere; otherwise empty."
+        ),
     ]
     intake: IntakeStatus
     aggregator_key: Annotated[str, Meta(description="Public key in hex: `edge-client --aggregator-key`.")]

@@ -15,8 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from aggregator.cli import cli as aggregator
+from aggregator.cluster.postgresql import MAX_NAME, quoted, schema_name
 from aggregator.storage.open_store import open_store
-from aggregator.storage.postgresql import MAX_NAME, quoted, schema_name
 from protocol.errors import ConfigError
 from protocol.storage.keyfile import read_key
 from protocol.wire.codec import decode, digest_of, encode
