@@ -1,4 +1,4 @@
-"""What lies past one machine: modules of `aggregator.cluster`, imported when a URL or a setting names them."""
+"""Modules for more than one machine, in `aggregator.cluster`: imported when a URL or a setting names them."""
 
 import importlib
 from collections.abc import Mapping

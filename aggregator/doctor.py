@@ -120,7 +120,7 @@ def _check_folder(store: Store) -> Iterator[Finding]:
     try:
         store.database.check_folder()
     except ProtofleetError as error:
-        yield Finding("key", "failed", str(error), "see docs/operations/standby.md")
+        yield Finding("folder", "failed", str(error), "see docs/operations/standby.md")
 
 
 def _check_blobs(location: str) -> Finding:

@@ -1,4 +1,4 @@
-"""What a state directory must have for a fleet whose tables are elsewhere: the fleet's signing key and its blobs."""
+"""A check of a state directory whose tables are elsewhere: it needs the fleet's signing key and its blobs."""
 
 from pathlib import Path
 

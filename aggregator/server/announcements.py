@@ -175,7 +175,8 @@ class OwnTopic:
             self._refuse_other_key(presence, is_closed=is_closed)
         if reaction is Reaction.STAY_OUT:
             replaced = Replaced(duplicate_of(presence, started_later=True), command=TAKE_OVER)
-            self.store.facts.put(replaced.duplicate)
+            with self.uploads.guard():
+                self.store.facts.put(replaced.duplicate)
             raise replaced
         if reaction is Reaction.REPORT:
             self._report(duplicate_of(presence, started_later=False))

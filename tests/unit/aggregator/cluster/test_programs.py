@@ -73,7 +73,7 @@ def test_database_and_object_store_are_checked(
         store.facts.put(SigningKey(public_key(identity_of(store.folder)).hex()))
     _, found = findings(cli, *given)
     assert "not running" in found["state"][0]["text"]
-    assert "copy the folder identity" in found["key"][0]["text"]
+    assert "copy the folder identity" in found["folder"][0]["text"]
     _, found = findings(cli, *given, "--store", "postgresql://127.0.0.1:9/none")
     assert statuses(found)["state"] == "failed"
     _, found = findings(
