@@ -5,7 +5,6 @@ from collections import Counter
 from msgspec.structs import replace
 
 from aggregator.coordination import canary_rollout, round_state
-from aggregator.heads.head_rate import limited_until_s
 from aggregator.intake import intake_status
 from aggregator.intake.quotas import upload_tokens
 from aggregator.security.key_rotation import key_certificates, root_of
@@ -59,7 +58,7 @@ def _status(rows: Rows) -> model.Status:
         lost_files=(store.facts.get(LostFiles) or LostFiles(())).digests,
         waiting=len(round_state.waiting(collection, settings)),
         closes_at_s=_closes_at_s(rows),
-        rate_limited_until_s=limited_until_s(store, task, served.limits),
+        rate_limited_until_s=rows.rate_limited_until_s,
         collection_problem=_collection_problem(collection, settings),
         quotas=_quotas(rows),
         privacy=privacy_of(rows, devices),

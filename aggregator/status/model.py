@@ -1,6 +1,7 @@
 """The status: each figure once, with its description, and with its metrics or its line where it has any.
 
-`aggregator status` and `docs/status.schema.json`, the HTTP API and `/metrics` are made from it.
+`aggregator status` and `docs/status.schema.json`, the HTTP API and `/metrics` are made from it. A new figure is a field
+here or in the struct of its part, and an argument where the struct is made, in `collect.py` or beside it.
 """
 
 import time

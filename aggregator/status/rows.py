@@ -7,6 +7,7 @@ from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.registry import find_algorithm
 from aggregator.coordination import rollout_state, round_state
 from aggregator.heads import operator_commands
+from aggregator.heads.head_rate import limited_until_s
 from aggregator.storage.devices import DeviceRecord, Key
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
@@ -35,6 +36,8 @@ class Rows:
     rollout: rollout_state.State
     requested: int | None
     """The head that pending commands will make current."""
+    rate_limited_until_s: float | None
+    """The time (unix seconds) of the next training if too many were started lately."""
     evaluations: Mapping[int, Mapping[str, Evaluation]]
     """Of the current head, of the candidate and of those that devices use: by version, then by device."""
     covered: frozenset[int]
@@ -52,11 +55,8 @@ def read_rows(store: Store) -> Rows:
     """Read the rows; raises StateError if no aggregator has run on this state yet."""
     served = store.served_task()
     task = served.digest
-    submissions, heads, rollout = (
-        store.submissions.all(task),
-        store.heads.all(task),
-        store.heads.rollout(task),
-    )
+    heads, rollout = store.heads.all(task), store.heads.rollout(task)
+    submissions = store.submissions.all(task)
     devices = {record.device: record for record in store.devices.all()}
     in_use = {rollout.current, rollout.trial.version if rollout.trial else 0}
     in_use |= {record.info.head_version for record in devices.values() if record.info is not None}
@@ -72,6 +72,7 @@ def read_rows(store: Store) -> Rows:
         next_head=store.next_head(task, heads[-1].version + 1 if heads else 1),
         rollout=rollout,
         requested=operator_commands.commanded_version(store, task),
+        rate_limited_until_s=limited_until_s(store, task, served.limits),
         evaluations={
             head.version: store.evaluations.of_head(task, head.version)
             for head in heads
