@@ -209,8 +209,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     ]
     retrain_after: int
     training: Annotated[
-        TrainingProgress | None,
-        Metric("training_running", "1 while a head is trained.", _set),
+        TrainingProgress | None, Metric("training_running", "1 while a head is trained.", _set)
     ]
     failed_training: Annotated[
         FailedTraining | None,
@@ -258,10 +257,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
             label="quota",
         ),
         Metric(
-            "quota_limit",
-            "Quotas of the task file.",
-            _of_quotas(lambda quota: quota.limit),
-            label="quota",
+            "quota_limit", "Quotas of the task file.", _of_quotas(lambda quota: quota.limit), label="quota"
         ),
         Line("quotas"),
     ]
