@@ -22,7 +22,6 @@ from aggregator.http.metrics import metrics_text
 from aggregator.http.snapshots import read_snapshot
 from aggregator.status import model
 from aggregator.status.collect import collect_status
-from aggregator.status.details import Details
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from tests.support.fleets.fleet import wait_until
@@ -63,18 +62,6 @@ def test_status_is_that_of_the_command_line(client: Client, store: Store) -> Non
     assert msgspec.structs.replace(sent, closes_at_s=None) == msgspec.structs.replace(
         expected, closes_at_s=None
     )
-
-
-def test_details_count_by_class(client: Client) -> None:
-    """Images, prototypes and held-out results of a device, and of a head over its devices."""
-    details = msgspec.json.decode(client.get("/api/v1/details").body, type=Details)
-    device = next(each for each in details.devices if each.device == "a")
-    assert (device.images, device.prototypes) == ((30, 0, 20), (6, 0, 4))
-    assert (device.correct, device.incorrect) == ((4, 5, 0), (1, 0, 0))
-    (head,) = details.heads
-    assert (head.correct, head.incorrect) == ((4, 5, 0), (1, 0, 0))
-    assert head.spread is not None
-    assert (head.spread.mean, head.spread.worst, head.spread.devices) == (0.9, 0.9, 1)
 
 
 def test_unchanged_document_is_not_sent_again(client: Client) -> None:
@@ -191,7 +178,7 @@ def test_each_change_is_an_event(tmp_path: Path) -> None:
             first = event()
             store.submissions.put(TASK, submission_row("c", {1: 3}, received_s=300.0))
             assert event() != first
-            assert len(client.get("/api/v1/details").json()["devices"]) == 4
+            assert len(client.get("/api/v1/status").json()["devices"]) == 4
 
 
 REFUSED_HOSTS = (
@@ -274,7 +261,6 @@ def test_commands_need_the_token_on_loopback(server: tuple[Client, str], store: 
 def test_given_token_is_needed_for_reading(guarded: Client) -> None:
     for path in (
         "/api/v1/status",
-        "/api/v1/details",
         "/api/v1/events",
         "/metrics",
         "/api/v1/files/head.onnx",
