@@ -266,7 +266,7 @@ def new_world(settings: Settings) -> Iterator[World]:
 
 @dataclass(frozen=True)
 class State:
-    """What events have led to, which can be played again."""
+    """The outcome of events, which can be played again."""
 
     events: tuple[Happened, ...] = ()
     settings: Settings | None = None
