@@ -89,6 +89,10 @@ COST = {
         names=["fashion_mnist"], epochs=4, turns=1,
     ),
     "ingest": _entry("cost.uploads.ingest", "Uploads as fast as a socket takes them", "5 min", repetitions=1),
+    "stored": _entry(
+        *("cost.uploads.stored", "An aggregator with 100,000 stored submissions", "3 min"),
+        submissions=[1000],
+    ),
     "databases": _entry("cost.uploads.databases", "PostgreSQL beside SQLite", "5 min", devices=[1000]),
 }  # fmt: skip
 GROUPS: Mapping[str, tuple[str, Mapping[str, Entry]]] = {

@@ -18,6 +18,6 @@ def newest_change(database: Tables) -> int:
 @contextlib.contextmanager
 def change(database: Tables) -> Iterator[int]:
     """Make the body one change, durable as a whole, and give its number, which is greater than all before."""
-    with database.transaction():
+    with contextlib.nullcontext() if database.in_transaction() else database.transaction():
         ((number,),) = database.read("UPDATE change_number SET number = number + 1 RETURNING number")
         yield int(number)

@@ -200,6 +200,14 @@ def test_ingest(file: Path) -> None:
     assert [row[0] for row in written["tables"][0]["rows"]] == ["0.2"]
 
 
+def test_stored(file: Path) -> None:
+    """Each call is timed, and every transaction."""
+    written = run(file, "cost", "stored", "--submissions", "20")
+    assert {"start, without the connection", "plan and start a head of all", "transactions"} <= set(
+        written["runs"]["20"]
+    )
+
+
 @needs_postgresql
 def test_databases(file: Path, postgresql: PostgreSQL, monkeypatch: pytest.MonkeyPatch) -> None:
     """It deletes what it has written."""
