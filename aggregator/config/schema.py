@@ -176,8 +176,6 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
     """New or renewed submissions that trigger the next training."""
     max_submission_mb: Annotated[float, Meta(gt=0, le=2048)] = 64.0
     """MiB; a larger submission is refused."""
-    unfinished_h: Annotated[float, Meta(gt=0, le=100_000)] = 24.0
-    """Hours after which an interrupted upload is deleted. The device may start it again."""
     devices: Annotated[
         Annotated[tuple[Name, ...], Meta(min_length=1)] | None,
         Meta(examples=[["shed-1", "shed-2", "shed-3"]]),

@@ -50,7 +50,6 @@ class MessageIntake:
         try:
             self._store(messages)
             self._accepted.log()
-            self.uploads.commit()
         except StateError as error:
             self.uploads.stop(error)
             self._messages.discard()
@@ -95,4 +94,3 @@ class MessageIntake:
 
     def close(self) -> None:
         self.publisher.stop()
-        self.uploads.close()

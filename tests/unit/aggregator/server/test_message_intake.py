@@ -61,7 +61,7 @@ class Bench:
         self.intake = MessageIntake(
             store,
             task,
-            uploads=Uploads(store, max_bytes=10**6, unfinished_s=3600.0),
+            uploads=Uploads(store, max_bytes=10**6),
             publisher=publisher,
             blob_sender=blob_sender,
         )
