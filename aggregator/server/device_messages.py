@@ -327,7 +327,7 @@ class DeviceMessages:
         try:
             self._check_known(device)
             if isinstance(message, Evaluation):
-                self._store_evaluation(device, message, digest)
+                self._store_evaluation(device, message, upload)
             elif record is not None:
                 self._store_submission(message, record, upload.payload)
         except Refused as refused:
@@ -339,14 +339,12 @@ class DeviceMessages:
 
     def _store_submission(self, submission: Submission, record: SubmissionRecord, payload: bytes) -> None:
         device = record.device
-        self._quotas.check_submission(device, record.size_bytes)
-        before = self.view.submission(device)
-        verdict = self.view.judge(record, before)
+        verdict = self.view.judge(record, self.view.submission(device))
         self._check_verdict(verdict, submission.round)
         if verdict.verdict == "new":
+            self._quotas.count_submission(record)
             record = replace(record, entry=verdict.counted_entry or record.entry)
             self.accepted.add(record, payload)
-        self._quotas.count_upload()
         if submission.privacy is not None:
             self.store.devices.raise_epsilon(device, submission.privacy.total_epsilon)
 
@@ -364,9 +362,10 @@ class DeviceMessages:
                     now = f"all {settings.rounds} rounds are over"
                 raise Refused(reason, f"the submission is for round {number}, but {now}")
 
-    def _store_evaluation(self, device: str, evaluation: Evaluation, digest: bytes) -> None:
+    def _store_evaluation(self, device: str, evaluation: Evaluation, upload: _Upload) -> None:
         if evaluation.head_version not in self.view.heads.retained:
             return  # nothing depends on it any more
+        self._quotas.count_evaluation(device, len(upload.payload))
         version, correct = evaluation.head_version, sum(evaluation.correct)
         images = correct + sum(evaluation.incorrect)
         if evaluation.problem:
@@ -378,7 +377,7 @@ class DeviceMessages:
             self._log.event(logging.INFO, "head evaluated", device=device, head=version, accuracy=accuracy)
         else:
             self._log.event(logging.INFO, "head in use", device=device, head=version)
-        self.store.evaluations.put(device, evaluation, digest=digest, now_s=time.time())
+        self.store.evaluations.put(device, evaluation, digest=upload.digest, now_s=time.time())
 
 
 def _refusal(error: MalformedMessage | Refused, channel: str) -> Refused:

@@ -17,7 +17,6 @@ from aggregator.heads import operator_commands
 from aggregator.heads.calibration import MIN_IMAGES
 from aggregator.heads.head_rate import limited_until_s
 from aggregator.intake import intake_status
-from aggregator.intake.quotas import upload_tokens
 from aggregator.security.key_rotation import key_certificates, root_of
 from aggregator.status import model
 from aggregator.status.attention import attention_of
@@ -31,10 +30,10 @@ from aggregator.storage.stored_values import (
     ServedTask,
     SigningKey,
     TaskPreparation,
-    UploadTokens,
 )
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.storage.sum_lists import SumLists, devices_of, sums_of
+from aggregator.storage.usage import FLEET
 from protocol.cli import counted
 from protocol.errors import ConfigError
 from protocol.statistics.balanced_accuracy import balanced_accuracy
@@ -198,14 +197,12 @@ def _collection_problem(state: round_state.State, settings: round_state.Settings
 
 
 def _quotas(store: Store, limits: Limits) -> model.Quotas:
-    hourly, uploads = limits.uploads_per_hour, 0.0
-    if hourly is not None:
-        tokens = upload_tokens(hourly, store.facts.get(UploadTokens))
-        uploads = hourly - tokens.available("", now_s=store.clock.now_s())
+    hourly = limits.uploads_per_hour
+    uploads = 0 if hourly is None else store.usages.of(FLEET, now_s=store.clock.now_s()).submissions
     return model.Quotas(
         devices=model.Quota(used=store.keys.valid(), limit=limits.max_devices),
         storage_bytes=model.Quota(used=store.submissions.stored_bytes(), limit=limits.max_storage_bytes),
-        uploads=model.Quota(used=round(uploads, 2), limit=hourly),
+        uploads=model.Quota(used=uploads, limit=hourly),
     )
 
 

@@ -81,6 +81,13 @@ MIGRATIONS = (
     DROP TABLE receivers;
     DELETE FROM facts WHERE name IN ('IntakeHeads', 'IntakeTask', 'RoundRequest', 'Traffic', 'UnusedBytes');
     """,
+    """
+    CREATE TABLE usage (
+        device TEXT PRIMARY KEY, since_s REAL NOT NULL, submissions INTEGER NOT NULL, evaluations INTEGER NOT NULL,
+        size_bytes INTEGER NOT NULL
+    ) STRICT;
+    DELETE FROM facts WHERE name = 'UploadTokens';
+    """,
 )
 """SQL scripts, each from one schema version to the next."""
 

@@ -18,6 +18,7 @@ from aggregator.storage.stored_values import (
     TaskPreparation,
 )
 from aggregator.storage.submissions import SubmissionChanges, Submissions, newest_change
+from aggregator.storage.usage import Usages
 from protocol.errors import ConfigError, StateError
 from protocol.storage.blobstore import state_errors
 from protocol.storage.elapsed_clock import ElapsedClock
@@ -46,7 +47,8 @@ class Store:
         self.keys = DeviceKeys(database, self.facts)
         self.devices = Devices(database, self.keys)
         self.refusals = Refusals(database, self.facts)
-        self.submissions = Submissions(database)
+        self.submissions = Submissions(database, self.facts)
+        self.usages = Usages(database)
         self.evaluations = Evaluations(database)
         self.forgotten = ForgottenDevices(database)
         self.heads = Heads(database, self.forgotten)

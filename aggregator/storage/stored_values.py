@@ -98,11 +98,10 @@ class TrainingTokens(msgspec.Struct, frozen=True):
     at_s: float
 
 
-class UploadTokens(msgspec.Struct, frozen=True):
-    """The bucket of `limits.uploads_per_hour`: the uploads left after the last one, and its time (elapsed seconds)."""
+class StoredBytes(msgspec.Struct, frozen=True):
+    """The size of the submissions to all tasks, each counted once."""
 
-    left: float
-    at_s: float
+    total: int
 
 
 class EarlierRefusals(msgspec.Struct, frozen=True):
