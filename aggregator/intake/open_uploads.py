@@ -1,12 +1,11 @@
 """The unfinished uploads of all devices: bounded in memory and on the disk. No clock."""
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from aggregator.intake.upload import Upload
+from aggregator.intake.upload import Size, Upload
 from aggregator.intake.validation import Refused
 from protocol.errors import TransferError
 from protocol.wire.messages import Frame, Receipt
@@ -50,6 +49,8 @@ class OpenUploads:
         """Those with bytes in memory, in the same order."""
         self._keys_of: dict[str, dict[Key, None]] = {}
         """Each device's uploads, in the same order."""
+        self._sizes: dict[Key, Size] = {}
+        """What is counted for each."""
         self._memory_bytes = 0
         self._file_bytes = Counter[str]()
         """By device."""
@@ -74,15 +75,15 @@ class OpenUploads:
         upload = self._uploads[key]
         self._touch(key, upload, now_s)
         try:
-            with self._counted(device, upload):
-                upload.add(frame)
-                payload = upload.payload() if upload.is_whole else None
+            upload.add(frame)
+            if upload.is_whole:
+                payload = upload.payload()
+                self._drop(key)
+                return payload
         except TransferError as error:
             self._drop(key)
             raise Refused("digest", str(error)) from error
-        if payload is not None:
-            self._drop(key)
-            return payload
+        self._count(key, upload.size)
         self._make_room(key, upload)
         if not is_last or key not in self._uploads:
             return None
@@ -110,9 +111,8 @@ class OpenUploads:
         for other in own[: len(own) - self.per_device + 1]:
             self._drop(other)
         path = self.folder / f"{key[0]}-{frame.digest.hex()}"
-        upload = self._uploads[key] = Upload(frame.digest, frame.size_bytes, path=path)
+        self._uploads[key] = Upload(frame.digest, frame.size_bytes, path=path)
         self._keys_of.setdefault(key[0], {})[key] = None
-        self._memory_bytes += upload.memory_bytes
 
     def _touch(self, key: Key, upload: Upload, now_s: float) -> None:
         """Move an upload to the end of each order: it has the newest frame."""
@@ -125,17 +125,17 @@ class OpenUploads:
 
     def _make_room(self, key: Key, upload: Upload) -> None:
         """Move bytes from memory to files, and drop uploads from files, until all is within its bounds."""
-        if upload.memory_bytes > self.max_upload_memory_bytes:
+        if upload.size.memory > self.max_upload_memory_bytes:
             self._flush(key, upload)
         while self._memory_bytes > self.max_memory_bytes and self._in_memory:
             self._flush(*next(iter(self._in_memory.items())))
         while self._all_file_bytes > self.max_file_bytes:
             largest = max(self._file_bytes, key=self._file_bytes.__getitem__)
-            self._drop(next(each for each in self._keys_of[largest] if self._uploads[each].file_bytes))
+            self._drop(next(each for each in self._keys_of[largest] if self._sizes[each].file))
 
     def _flush(self, key: Key, upload: Upload) -> None:
-        with self._counted(key[0], upload):
-            upload.flush()
+        upload.flush()
+        self._count(key, upload.size)
         self._in_memory.pop(key, None)
 
     def _drop(self, key: Key) -> None:
@@ -145,22 +145,16 @@ class OpenUploads:
         del own[key]
         if not own:
             del self._keys_of[key[0]]
-        self._count(key[0], -upload.memory_bytes, -upload.file_bytes)
         upload.discard()
+        self._count(key, Size())
+        del self._sizes[key]
 
-    @contextlib.contextmanager
-    def _counted(self, device: str, upload: Upload) -> Iterator[None]:
-        """Count what the body changes of an upload."""
-        before = upload.memory_bytes, upload.file_bytes
-        try:
-            yield
-        finally:
-            self._count(device, upload.memory_bytes - before[0], upload.file_bytes - before[1])
-
-    def _count(self, device: str, memory_bytes: int, file_bytes: int) -> None:
-        self._memory_bytes += memory_bytes
-        if file_bytes:
-            self._all_file_bytes += file_bytes
-            self._file_bytes[device] += file_bytes
-            if not self._file_bytes[device]:
-                del self._file_bytes[device]
+    def _count(self, key: Key, size: Size) -> None:
+        """Count what an upload takes now, in place of what it took before."""
+        before, self._sizes[key] = self._sizes.get(key, Size()), size
+        self._memory_bytes += size.memory - before.memory
+        if added := size.file - before.file:
+            self._all_file_bytes += added
+            self._file_bytes[key[0]] += added
+            if not self._file_bytes[key[0]]:
+                del self._file_bytes[key[0]]

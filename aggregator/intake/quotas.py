@@ -22,6 +22,8 @@ class Quotas:
         self._store = store
         self._limits = limits
         self._task = task
+        self._stored: tuple[int, int] | None = None
+        """The newest deletion, and the bytes of all submissions since: a sum over all rows takes long."""
 
     def check_new_device(self, device: str) -> None:
         """Raise Refused if a device without a key is one too many."""
@@ -35,16 +37,23 @@ class Quotas:
 
     def check_transfer(self, device: str, digest: bytes, size_bytes: int) -> None:
         """Raise Refused if a large transfer, of which a device sends the last bytes first, will be over a limit."""
-        if size_bytes > LARGE_BYTES and not self._store.holds(device, digest):
-            self._check_submission(device, digest, size_bytes)
+        if size_bytes > LARGE_BYTES:
+            try:
+                self._check_submission(device, digest, size_bytes)
+            except Refused:
+                if not self._store.holds(device, digest):
+                    raise
 
     def count_submission(self, record: SubmissionRecord) -> None:
         """Count a submission, before it is stored in the same transaction; raises Refused if it is over a limit."""
-        self._check_submission(record.device, record.entry.digest, record.size_bytes)
+        digest, size_bytes = record.entry.digest, record.size_bytes
+        usage = self._check_submission(record.device, digest, size_bytes)
+        if self._limits.max_storage_bytes is not None:
+            newest, stored = self._stored_bytes()
+            self._stored = newest, stored + self._added_bytes(record.device, digest, size_bytes)
         if self._limits.uploads_per_hour is not None:
             self._store.usages.put(FLEET, self._usage(FLEET).plus(submissions=1))
-        usage = self._usage(record.device).plus(submissions=1, size_bytes=record.size_bytes)
-        self._store.usages.put(record.device, usage)
+        self._store.usages.put(record.device, usage.plus(submissions=1, size_bytes=size_bytes))
 
     def count_evaluation(self, device: str, size_bytes: int) -> None:
         """Count an evaluation, before it is stored in the same transaction; raises Refused if it is over a limit."""
@@ -57,8 +66,8 @@ class Quotas:
             )
         self._store.usages.put(device, usage.plus(evaluations=1, size_bytes=size_bytes))
 
-    def _check_submission(self, device: str, digest: bytes, size_bytes: int) -> None:
-        """Raise Refused if a submission, in place of the device's previous one, is over a limit."""
+    def _check_submission(self, device: str, digest: bytes, size_bytes: int) -> Usage:
+        """Return the device's usage; raise Refused if a submission, in place of its previous one, is over a limit."""
         hourly = self._limits.uploads_per_hour
         if hourly is not None and (usage := self._usage(FLEET)).submissions >= hourly:
             raise self._refusal(
@@ -72,14 +81,27 @@ class Quotas:
                 f"{device} has uploaded {most} submissions within an hour (limits.device_submissions_per_hour)",
             )
         if (most_bytes := self._limits.max_storage_bytes) is not None:
-            submissions = self._store.submissions
-            added = submissions.added_bytes(self._task, device, digest=digest, size_bytes=size_bytes)
-            if added > 0 and (stored := submissions.stored_bytes()) + added > most_bytes:
+            added, (_, stored) = self._added_bytes(device, digest, size_bytes), self._stored_bytes()
+            if added > 0 and stored + added > most_bytes:
                 raise Refused(
                     "quota",
                     f"the fleet stores {stored / _MIB:.1f} of {most_bytes / _MIB:g} MiB (limits.max_storage_mb), this "
                     f"would add {added / _MIB:.1f}: the operator may raise the quota, or forget devices",
                 )
+        return usage
+
+    def discard(self) -> None:
+        """Forget what was counted in a transaction that has failed."""
+        self._stored = None
+
+    def _stored_bytes(self) -> tuple[int, int]:
+        newest = self._store.submissions.newest_deletion()
+        if self._stored is None or self._stored[0] != newest:
+            self._stored = newest, self._store.submissions.stored_bytes()
+        return self._stored
+
+    def _added_bytes(self, device: str, digest: bytes, size_bytes: int) -> int:
+        return self._store.submissions.added_bytes(self._task, device, digest=digest, size_bytes=size_bytes)
 
     def _check_bytes(self, device: str, usage: Usage) -> None:
         if usage.size_bytes >= self._limits.device_bytes_per_hour:

@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from protocol.errors import TransferError
 from protocol.storage.blobstore import state_errors
@@ -24,6 +25,17 @@ PIECE_BYTES = 256
 
 STRETCH_BYTES = 8192
 """Disk of a stretch in addition to its data: a file occupies whole blocks."""
+
+
+VIEW_BYTES = 4096
+"""Size of a frame's data from which it is not copied: the rest of the packet is less than PIECE_BYTES."""
+
+
+class Size(NamedTuple):
+    """Bytes that an upload takes."""
+
+    memory: int = 0
+    file: int = 0
 
 
 class Upload:
@@ -51,14 +63,10 @@ class Upload:
         return self.received_bytes == self.size_bytes
 
     @property
-    def memory_bytes(self) -> int:
-        in_memory = self.received_bytes - self._flushed_bytes
-        return UPLOAD_BYTES + in_memory + len(self._pieces) * PIECE_BYTES
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes that the file may occupy; 0 without one."""
-        return self._flushed_bytes and self._flushed_bytes + len(self._starts) * STRETCH_BYTES
+    def size(self) -> Size:
+        in_memory = UPLOAD_BYTES + self.received_bytes - self._flushed_bytes + len(self._pieces) * PIECE_BYTES
+        in_file = self._flushed_bytes + len(self._starts) * STRETCH_BYTES if self._flushed_bytes else 0
+        return Size(in_memory, in_file)
 
     def add(self, frame: Frame) -> None:
         """Store the new bytes of a frame in memory.
@@ -76,8 +84,9 @@ class Upload:
         if not frame.data and self.size_bytes:
             raise TransferError("expected bytes in the frame, got none")
         for start, end in self._cover(frame.offset, stop):
-            # A copy: a view would keep the whole packet in memory.
-            self._pieces.append((start, bytes(frame.data[start - frame.offset : end - frame.offset])))
+            data = frame.data[start - frame.offset : end - frame.offset]
+            # A view of a part would keep the whole packet in memory.
+            self._pieces.append((start, data if len(data) >= len(frame.data) >= VIEW_BYTES else bytes(data)))
 
     def _cover(self, start: int, stop: int) -> Ranges:
         """Add [start, stop) to the ranges that have arrived, and return the parts of it that are new."""

@@ -152,6 +152,7 @@ class DeviceMessages:
         self._complete.clear()
         self._read_bytes = 0
         self.accepted.discard()
+        self._quotas.discard()
 
     def _read(self, device: str, channel: str, payload: bytes) -> _Item | None:
         if channel not in {"up", "get"}:
@@ -345,6 +346,7 @@ class DeviceMessages:
             self._quotas.count_submission(record)
             record = replace(record, entry=verdict.counted_entry or record.entry)
             self.accepted.add(record, payload)
+            self.view.put(record)
         if submission.privacy is not None:
             self.store.devices.raise_epsilon(device, submission.privacy.total_epsilon)
 

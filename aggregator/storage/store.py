@@ -47,7 +47,7 @@ class Store:
         self.keys = DeviceKeys(database, self.facts)
         self.devices = Devices(database, self.keys)
         self.refusals = Refusals(database, self.facts)
-        self.submissions = Submissions(database, self.facts)
+        self.submissions = Submissions(database)
         self.usages = Usages(database)
         self.evaluations = Evaluations(database)
         self.forgotten = ForgottenDevices(database)

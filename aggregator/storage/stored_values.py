@@ -98,12 +98,6 @@ class TrainingTokens(msgspec.Struct, frozen=True):
     at_s: float
 
 
-class StoredBytes(msgspec.Struct, frozen=True):
-    """The size of the submissions to all tasks, each counted once."""
-
-    total: int
-
-
 class EarlierRefusals(msgspec.Struct, frozen=True):
     """Messages that were refused before their devices got other keys, by reason."""
 

@@ -14,8 +14,7 @@ from msgspec import Meta
 
 from aggregator.coordination.round_state import Entry
 from aggregator.storage.devices import UnixSeconds
-from aggregator.storage.stored_values import StoredBytes
-from protocol.storage.facts import Facts, Tables
+from protocol.storage.facts import Tables
 
 _NEWEST = (
     "SELECT coalesce(max(number), 0) AS number FROM (SELECT max(changed) AS number FROM submissions "
@@ -76,16 +75,9 @@ class Submissions:
     """The tables `submissions` and `lost_submissions`."""
 
     _database: Tables
-    _facts: Facts
 
     def put(self, task: bytes, record: SubmissionRecord) -> None:
         """Store a device's submission in place of its previous one, or of one that was lost."""
-        digest, size_bytes = record.entry.digest, record.size_bytes
-        added = self.added_bytes(task, record.device, digest=digest, size_bytes=size_bytes)
-        self._put(task, record)
-        self._count(added)
-
-    def _put(self, task: bytes, record: SubmissionRecord) -> None:
         self._database.write(
             "DELETE FROM lost_submissions WHERE task = ? AND device = ?", task, record.device
         )
@@ -111,13 +103,11 @@ class Submissions:
         present = self.all(task)
         adopted = [each for device, each in self.all(earlier).items() if device not in present]
         for record in adopted:
-            self._put(task, recounted(record))  # its bytes are counted
+            self.put(task, recounted(record))
         return len(adopted)
 
     def stored_bytes(self) -> int:
         """Return the size of the submissions to all tasks; an adopted one is one."""
-        if (stored := self._facts.get(StoredBytes)) is not None:
-            return stored.total
         ((size,),) = self._database.read(
             "SELECT COALESCE(SUM(size_bytes), 0) FROM "
             "(SELECT DISTINCT device, digest, size_bytes FROM submissions) AS stored"
@@ -126,21 +116,16 @@ class Submissions:
 
     def added_bytes(self, task: bytes, device: str, *, digest: bytes, size_bytes: int) -> int:
         """Return what a submission would add to `stored_bytes` in place of the device's previous one to the task."""
-        before = self._sizes(device)
-        after = self._sizes(device, without=task) | {digest: size_bytes}
-        return sum(after.values()) - sum(before.values())
+        rows = self._database.read(
+            "SELECT task, digest, size_bytes FROM submissions WHERE device = ?", device
+        )
+        before = {stored: size for _, stored, size in rows}
+        after = {stored: size for other, stored, size in rows if other != task} | {digest: size_bytes}
+        return int(sum(after.values()) - sum(before.values()))
 
-    def _sizes(self, device: str, *, without: bytes = b"") -> dict[bytes, int]:
-        """Return the sizes of a device's submissions by digest, except the one to a task."""
-        query = "SELECT digest, size_bytes FROM submissions WHERE device = ? AND task != ?"
-        return dict(self._database.read(query, device, without))
-
-    def _count(self, added_bytes: int) -> None:
-        """Keep `stored_bytes` after a change of the submissions of one device."""
-        if added_bytes and (stored := self._facts.get(StoredBytes)) is not None:
-            self._facts.put(StoredBytes(stored.total + added_bytes))
-        elif added_bytes:
-            self._facts.put(StoredBytes(self.stored_bytes()))
+    def newest_deletion(self) -> int:
+        """Return a number that grows with each deletion."""
+        return int(self._database.read("SELECT coalesce(max(number), 0) FROM deletions")[0][0])
 
     def all(self, task: bytes) -> dict[str, SubmissionRecord]:
         return self._records("task = ? ORDER BY device", task)
@@ -185,8 +170,6 @@ class Submissions:
         retire_number(self._database)
         for table in ("submissions", "lost_submissions", "evaluations"):
             self._database.write(f"DELETE FROM {table} WHERE task = ?", task)  # noqa: S608 - one of three
-        self._facts.delete(StoredBytes)
-        self._facts.put(StoredBytes(self.stored_bytes()))
 
     def of_device(self, device: str) -> list[tuple[bytes, bytes]]:
         """Return the tasks and digests of a device's submissions, those that are lost included."""
@@ -202,14 +185,12 @@ class Submissions:
     def delete(self, device: str, task: bytes | None = None) -> None:
         """Delete a device's submission to a task, or all and those that are lost, in a transaction of the caller."""
         which = device, task or b"", task is None
-        before = sum(self._sizes(device).values())
         self._database.write(
             f"INSERT INTO deletions SELECT task, device, {NEXT_CHANGE} FROM submissions "  # noqa: S608 - of the schema
             f"WHERE device = ? AND (task = ? OR ?) {_LATER}",
             *which,
         )
         self._database.write("DELETE FROM submissions WHERE device = ? AND (task = ? OR ?)", *which)
-        self._count(sum(self._sizes(device).values()) - before)
         if task is None:
             self._database.write("DELETE FROM lost_submissions WHERE device = ?", device)
 

@@ -122,19 +122,19 @@ def take_frames(data: bytes) -> None:
         check_limits(uploads)
     files = {file.name for file in uploads.folder.iterdir()}
     assert files == {
-        f"{device}-{digest.hex()}" for (device, digest), each in uploads._uploads.items() if each.file_bytes
+        f"{device}-{digest.hex()}" for (device, digest), each in uploads._uploads.items() if each.size.file
     }
 
 
 def check_limits(uploads: OpenUploads) -> None:
     """Assert that the uploads are within their limits, and counted as they are."""
     held = [*uploads._uploads.values()]
-    assert uploads._memory_bytes == sum(each.memory_bytes for each in held)
-    assert uploads._all_file_bytes == sum(each.file_bytes for each in held) <= uploads.max_file_bytes
+    assert uploads._memory_bytes == sum(each.size.memory for each in held)
+    assert uploads._all_file_bytes == sum(each.size.file for each in held) <= uploads.max_file_bytes
     assert uploads._file_bytes.total() == uploads._all_file_bytes
-    in_memory = [each for each in held if each.memory_bytes > UPLOAD_BYTES]
+    in_memory = [each for each in held if each.size.memory > UPLOAD_BYTES]
     assert uploads._memory_bytes <= uploads.max_memory_bytes or not in_memory
-    assert all(each.memory_bytes <= uploads.max_upload_memory_bytes for each in held)
+    assert all(each.size.memory <= uploads.max_upload_memory_bytes for each in held)
     assert all(each.size_bytes <= uploads.max_bytes for each in held)
     owners = [device for device, _ in uploads._uploads]
     assert all(owners.count(device) <= uploads.per_device for device in owners)
