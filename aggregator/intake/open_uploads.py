@@ -36,7 +36,7 @@ class OpenUploads:
     holds: Callable[[str, bytes], bool]
     """Returns True for a device and the digest of a payload that was accepted earlier."""
     per_device: int = 2
-    max_upload_memory_bytes: int = _MIB
+    max_upload_memory_bytes: int = 4 * _MIB
     max_memory_bytes: int = 64 * _MIB
     max_file_bytes: int = 512 * _MIB
     """Or twice `max_bytes`, if that is more."""

@@ -87,6 +87,8 @@ MIGRATIONS = (
         size_bytes INTEGER NOT NULL
     ) STRICT;
     DELETE FROM facts WHERE name = 'UploadTokens';
+    DROP INDEX submission_digests;
+    CREATE INDEX submission_digests ON submissions (device, digest, size_bytes);
     """,
 )
 """SQL scripts, each from one schema version to the next."""

@@ -23,7 +23,7 @@ PAYLOAD = bytes(range(256)) * 960
 DIGEST = digest_of(PAYLOAD)
 FRAMES = list(frames_of(PAYLOAD, digest=DIGEST))
 """Four of 61,440 bytes."""
-LARGE = bytes(range(256)) * 6000
+LARGE = bytes(range(256)) * 20_000
 """More than an upload may take in memory."""
 LARGE_FRAMES = list(frames_of(LARGE, digest=digest_of(LARGE)))
 
@@ -34,7 +34,7 @@ def trials_without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _uploads(store: Store) -> Uploads:
-    return Uploads(store, max_bytes=2 * 10**6)
+    return Uploads(store, max_bytes=6 * 10**6)
 
 
 def _take_all(uploads: Uploads, payload: bytes) -> None:
