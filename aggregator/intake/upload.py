@@ -27,10 +27,6 @@ STRETCH_BYTES = 8192
 """Disk of a stretch in addition to its data: a file occupies whole blocks."""
 
 
-VIEW_BYTES = 4096
-"""Size of a frame's data from which it is not copied: the rest of the packet is less than PIECE_BYTES."""
-
-
 class Size(NamedTuple):
     """Bytes that an upload takes."""
 
@@ -84,9 +80,8 @@ class Upload:
         if not frame.data and self.size_bytes:
             raise TransferError("expected bytes in the frame, got none")
         for start, end in self._cover(frame.offset, stop):
-            data = frame.data[start - frame.offset : end - frame.offset]
-            # A view of a part would keep the whole packet in memory.
-            self._pieces.append((start, data if len(data) >= len(frame.data) >= VIEW_BYTES else bytes(data)))
+            # A copy: a view would keep the whole packet in memory.
+            self._pieces.append((start, bytes(frame.data[start - frame.offset : end - frame.offset])))
 
     def _cover(self, start: int, stop: int) -> Ranges:
         """Add [start, stop) to the ranges that have arrived, and return the parts of it that are new."""

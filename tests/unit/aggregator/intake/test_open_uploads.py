@@ -16,7 +16,7 @@ from aggregator.intake.upload import MAX_STRETCHES, PIECE_BYTES, STRETCH_BYTES, 
 from aggregator.intake.validation import Refused
 from protocol.errors import StateError, TransferError
 from protocol.mqtt.publisher import packet_bytes
-from protocol.wire.codec import decode, digest_of, encode
+from protocol.wire.codec import FrameView, decode, digest_of, encode
 from protocol.wire.messages import MAX_CHUNK_BYTES, Frame, Receipt
 from protocol.wire.topics import device_topic
 from protocol.wire.transfer import ENVELOPE_BYTES, chunk_bytes, frames_of
@@ -303,6 +303,15 @@ def test_upload_never_holds_more_than_the_payload(pieces: list[tuple[int, bytes]
         held = sum(len(piece) for _, piece in upload._pieces)
         assert held == upload.received_bytes <= size_bytes
         assert held + sum(stop - start for start, stop in upload.missing()) == size_bytes
+
+
+def test_packet_is_not_kept_in_memory() -> None:
+    """A client may put anything behind the bytes of a frame."""
+    view = memoryview(TEN_BYTES + bytes(60_000))[:10]
+    upload = _upload_of(TEN_BYTES)
+    upload.add(FrameView(v=1, digest=TEN_DIGEST, size_bytes=10, offset=0, data=view))
+    assert [type(data) for _, data in upload._pieces] == [bytes]
+    assert upload.payload() == TEN_BYTES
 
 
 def test_announced_size_allocates_nothing() -> None:
