@@ -50,7 +50,7 @@ class OpenUploads:
         self._keys_of: dict[str, dict[Key, None]] = {}
         """Each device's uploads, in the same order."""
         self._sizes: dict[Key, Size] = {}
-        """What is counted for each."""
+        """The bytes that count for each."""
         self._memory_bytes = 0
         self._file_bytes = Counter[str]()
         """By device."""

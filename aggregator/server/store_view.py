@@ -34,7 +34,7 @@ class StoreView:
         self.deleted: set[str] = set()
         """Devices whose submissions another process has deleted; the caller clears it."""
         self._submissions: dict[str, SubmissionRecord | None] = {}
-        """What was read or put in this batch."""
+        """The submissions that were read or stored in this batch."""
 
     def begin_batch(self) -> None:
         """Read what has changed since the batch before; raises StateError."""

@@ -1,4 +1,4 @@
-"""What was accepted of a device, or of the fleet, within the last hour."""
+"""Accepted uploads of a device, or of the fleet, within an hour."""
 
 from dataclasses import dataclass
 
