@@ -68,16 +68,8 @@ class StateError(ProtofleetError):
     """The state directory cannot be read or written."""
 
 
-class NoAnswer(StateError):
-    """PostgreSQL or an object store does not answer, or not now: a program that starts waits for it."""
-
-
 class NoStateError(StateError):
     """A database in which no aggregator has made tables yet."""
-
-
-class NotLeader(StateError):
-    """Another aggregator leads the fleet, or the tables went back in time: this one can write nothing more."""
 
 
 class BlobLost(StateError):

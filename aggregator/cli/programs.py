@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ from protocol.cli import (
     start_logging,
     verbose_option,
 )
-from protocol.errors import ConfigError
 from protocol.service_manager import stop_on_terminate
 
 if TYPE_CHECKING:
@@ -116,19 +114,18 @@ def run_command(  # noqa: PLR0913 - one for each option
 ) -> None:
     """Run the aggregator until interrupted.
 
-    With PostgreSQL, a second one for the same fleet is a standby: it waits, and leads when the first one ends.
+    With --store, a second one for the same fleet is a standby: it waits, and leads when the first one ends.
     """
     stop_on_terminate()
     start_logging(verbose=verbose)
     require_packages("onnx", "onnxruntime", "scipy", extras=EXTRAS)
+    from aggregator.cluster_modules import ENGINES, cluster_module
     from aggregator.config.task_file import class_name_notes, load_task
     from aggregator.config.training_packages import require_packages_of
     from aggregator.http.process import http_server
     from aggregator.http.settings import http_settings
     from aggregator.server.aggregator import prepare, serve
-    from aggregator.server.standby import Standby, until_answered
-    from aggregator.storage.open_store import open_store
-    from aggregator.storage.store import Store
+    from aggregator.storage.open_store import open_store, run_with_store
 
     access = read_access(**access_given)
     dashboard = http_settings(
@@ -143,19 +140,12 @@ def run_command(  # noqa: PLR0913 - one for each option
     require_packages_of(task_file)
     for note in class_name_notes(task_file.classes):
         log.warning("class names: %s", note)
-    if task_file.training.engine == "ray":
-        require_packages("ray", extras=f"{EXTRAS},ray")
-        if not os.environ.get("RAY_ADDRESS"):
-            raise ConfigError('engine = "ray" needs a cluster: set RAY_ADDRESS=HOST:PORT')
-    standby = Standby(state)
+    if (engine := task_file.training.engine) in ENGINES:
+        cluster_module(ENGINES, engine).require()
 
-    def open_to_lead() -> Store:
-        return open_store(
-            state, lock=True, blobs=blobs, database=database, fleet=task_file.fleet, standby=standby.wait
-        )
-
-    def lead() -> None:
-        with contextlib.closing(standby.open(open_to_lead)) as store, http_server(dashboard, state):
+    def open_and_serve() -> None:
+        opened = open_store(state, lock=True, blobs=blobs, database=database, fleet=task_file.fleet)
+        with contextlib.closing(opened) as store, http_server(dashboard, state):
             prepared, own_access = prepare(task_file, backbones, store, access)
             serve(
                 *(prepared, store),
@@ -164,7 +154,7 @@ def run_command(  # noqa: PLR0913 - one for each option
                 embedded_broker=embedded_broker,
             )  # until interrupted
 
-    until_answered(lambda: standby.repeat(lead))
+    run_with_store(state, database, open_and_serve)
 
 
 def _checked_brokers(

@@ -16,7 +16,7 @@ from aggregator.intake.intake_status import IntakeStatus
 from aggregator.intake.open_uploads import OpenUploads
 from aggregator.intake.validation import Refused
 from aggregator.storage.store import Store
-from protocol.errors import NotLeader, StateError
+from protocol.errors import StateError
 from protocol.log import event
 from protocol.storage.blobstore import state_errors
 from protocol.wire.messages import Frame, Receipt
@@ -97,12 +97,10 @@ class Uploads:
             self._open.drop_device(device)
 
     def stop(self, error: StateError) -> None:
-        """Stop the intake, because something could not be stored; raises the error if another aggregator leads.
+        """Stop the intake, because something could not be stored.
 
         Unfinished uploads are deleted: they may be what fills the disk.
         """
-        if isinstance(error, NotLeader):
-            raise error
         if self.is_stopped:
             log.debug("%s", error)
             return
