@@ -43,9 +43,8 @@ def _accept(store: Store, device: str, size_bytes: int = 1, limits: Limits = LIM
         store.submissions.put(TASK, _record(device, size_bytes))
 
 
-def test_quotas_of_the_fleet_are_counted_in_the_database(either_store: Store) -> None:
+def test_quotas_of_the_fleet_are_counted_in_the_database(store: Store) -> None:
     """Submissions that another program has accepted count; a refused one changes nothing."""
-    store = either_store
     limits = Limits(max_devices=2, max_storage_mb=2, uploads_per_hour=6)
     with contextlib.closing(open_store(store.folder)) as other:
         _accept(store, "a", _MIB, limits)
