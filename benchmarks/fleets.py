@@ -12,7 +12,8 @@ from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
 from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.algorithms.fedtc.training_set import TrainingSet
-from aggregator.config.schema import MAX_MULTIPLE, Robust
+from aggregator.config.schema import Robust
+from aggregator.coordination.bounds import MAX_MULTIPLE
 from aggregator.intake.validation import Expectation, Prototypes
 from aggregator.training.robust.training_set import judged_set
 from protofleet.simulation.fedtc import expectation_of, fleet_submissions

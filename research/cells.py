@@ -13,7 +13,7 @@ from aggregator.algorithms.fedtc.discriminant import discriminants
 from aggregator.algorithms.fedtc.head import logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.fedtc.training_set import TrainingSet
-from aggregator.config.schema import MAX_MULTIPLE
+from aggregator.coordination.bounds import MAX_MULTIPLE
 from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.training_set import combine, pool
 from benchmarks.data.features import VALIDATION, load_features, prepared

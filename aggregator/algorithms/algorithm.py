@@ -6,7 +6,7 @@ Importing this module or an algorithm does not import torch: the aggregator clos
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -17,7 +17,6 @@ from protocol.wire.messages import Natural
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.optim import Optimizer
 
 Count = Annotated[int, Meta(ge=1, le=100_000)]
 SmallCount = Annotated[int, Meta(ge=1, le=65535)]
@@ -59,13 +58,9 @@ class Function:
     apply: "Callable[[Mapping[str, Tensor]], dict[str, Tensor]]"
 
 
-def _untrained(*_: object) -> NoReturn:
-    raise NotImplementedError
-
-
 @dataclass(frozen=True, kw_only=True)
 class Functions:
-    """The four functions of `protocol.wire.messages.Program`, and what they are verified against.
+    """The four functions of `protocol.wire.messages.Program`.
 
     Attributes:
         init: `feature`, and optionally `labels`, to every tensor of the state, for any number of rows, also 0.
@@ -74,11 +69,7 @@ class Functions:
         head: `feature`, the state, the round's tensors and the local prototypes to `logits` and `probabilities`
             (n, C).
         dimensions: names of the dynamic axes of each tensor that has any, None for an axis of fixed length.
-        parameters: the tensors of the state that `step` trains; without any, the following are not called.
-        objective: the loss that `step` descends, for autograd: the inputs of `step` to its loss.
-        optimizer: the torch optimizer that `step` reimplements.
-        gradients: the state before and after the very first step, to the gradient of each parameter, without
-            weight decay.
+        parameters: the tensors of the state that `step` trains by gradients.
     """
 
     init: Function
@@ -87,9 +78,6 @@ class Functions:
     head: Function
     dimensions: Mapping[str, tuple[str | None, ...]]
     parameters: tuple[str, ...] = ()
-    objective: "Callable[[Mapping[str, Tensor]], Tensor]" = _untrained
-    optimizer: "Callable[[Sequence[Tensor]], Optimizer]" = _untrained
-    gradients: "Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], dict[str, Tensor]]" = _untrained
 
 
 class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

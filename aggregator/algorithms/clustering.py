@@ -17,8 +17,8 @@ NO_CLUSTER = -1
 NO_GROUP = -1
 """The group of a device that is in none."""
 
-MIN_DEVICES = 3
-"""Devices of a group: of fewer, one would learn another's means, or decide them."""
+GROUP_DEVICES = 3
+"""Devices of a group, at least: of fewer, one would learn another's means, or decide them."""
 
 MAX_GROUPS = 32
 """All devices receive the means of all groups."""
@@ -48,7 +48,7 @@ def group_devices(
         The group of each device, numbered from 0 without gaps, or NO_GROUP.
     """
     best = np.full(devices.max(initial=-1) + 1, NO_GROUP)
-    if len(best) <= MIN_DEVICES:
+    if len(best) <= GROUP_DEVICES:
         return best
     sums = np.zeros((len(best), offsets.shape[1]))
     np.add.at(sums, devices, offsets * images[:, None])
@@ -65,11 +65,11 @@ def group_devices(
 
 
 def _large(partition: Integers) -> Integers:
-    """Return the partition's groups of MIN_DEVICES and more, numbered anew."""
+    """Return the partition's groups of GROUP_DEVICES and more, numbered anew."""
     _, places, members = np.unique(partition, return_inverse=True, return_counts=True)
-    kept = (partition != NO_GROUP) & (members[places] >= MIN_DEVICES)
+    is_large = (partition != NO_GROUP) & (members[places] >= GROUP_DEVICES)
     groups = np.full(len(partition), NO_GROUP)
-    groups[kept] = np.unique(partition[kept], return_inverse=True)[1]
+    groups[is_large] = np.unique(partition[is_large], return_inverse=True)[1]
     return groups
 
 
@@ -120,18 +120,18 @@ def partitions(points: NDArray[np.floating]) -> list[NDArray[np.int64]]:
     shortest = TIE * lengths.max()
     directed = (lengths > shortest) | (lengths.max() == 0)
     precise = points[directed].astype(np.float64)
-    found = [_linked(precise, shortest)]
-    while len(coarser := _linked(_means(precise, found[-1]), shortest)) > coarser.max() + 1:
-        found.append(coarser[found[-1]])
-    of_points = np.full((len(found), len(points)), NO_CLUSTER, dtype=np.int64)
-    of_points[:, directed] = found
+    levels = [_linked(precise, shortest)]
+    while len(coarser := _linked(_means(precise, levels[-1]), shortest)) > coarser.max() + 1:
+        levels.append(coarser[levels[-1]])
+    of_points = np.full((len(levels), len(points)), NO_CLUSTER, dtype=np.int64)
+    of_points[:, directed] = levels
     return list(of_points)
 
 
 def coarsest(points: NDArray[np.floating]) -> NDArray[np.int64]:
     """Return the last partition with at least two clusters, else the first."""
-    found = partitions(points)
-    return next((labels for labels in reversed(found) if labels.max() > 0), found[0])
+    levels = partitions(points)
+    return next((labels for labels in reversed(levels) if labels.max() > 0), levels[0])
 
 
 def _linked(points: NDArray[np.float64], shortest: float) -> NDArray[np.int64]:

@@ -36,7 +36,7 @@ class ConfidenceMap:
     inputs: NDArray[np.float32]
     outputs: NDArray[np.float32]
 
-    def of(self, log_odds: NDArray[np.floating]) -> NDArray[np.float64]:
+    def mapped(self, log_odds: NDArray[np.floating]) -> NDArray[np.float64]:
         return np.asarray(np.interp(log_odds, self.inputs, self.outputs))
 
 
@@ -79,8 +79,8 @@ def _with_temperature(
         values = np.exp(exponent) * (log_odds - chance) + chance
         return float((correct * np.logaddexp(0, -values) + missed * np.logaddexp(0, values)).sum())
 
-    found = minimize_scalar(cost, bounds=EXPONENTS, method="bounded")
-    return np.asarray(np.exp(found.x) * (log_odds - chance) + chance, np.float64)
+    solution = minimize_scalar(cost, bounds=EXPONENTS, method="bounded")
+    return np.asarray(np.exp(solution.x) * (log_odds - chance) + chance, np.float64)
 
 
 def calibrated(logits: NDArray[np.float32], confidence: ConfidenceMap) -> NDArray[np.float32]:
@@ -96,7 +96,7 @@ def calibrated(logits: NDArray[np.float32], confidence: ConfidenceMap) -> NDArra
     first, second = np.take_along_axis(rows, best, axis=1), others.max(axis=1, keepdims=True)
     rest = np.log(np.exp(others - second).sum(axis=1, keepdims=True))
     lead = first - second
-    mapped = second + np.maximum(confidence.of(lead - rest) + rest, MIN_LEAD)
+    mapped = second + np.maximum(confidence.mapped(lead - rest) + rest, MIN_LEAD)
     # A large logit has no float32 that is a little larger.
     is_best = mapped.astype(np.float32) > second.astype(np.float32)
     is_mapped = (lead > MIN_LEAD) & (lead < MAX_LEAD) & is_best

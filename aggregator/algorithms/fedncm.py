@@ -33,8 +33,7 @@ class FedNCM(OneShot, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ) -> TrainedHead:
         """Return the layer whose greatest logit is that of the nearest mean, as probable as on the prototypes."""
         del training, report
-        images = data.counts if data.weights is None else data.counts * data.weights
-        means, present = data.means(images), data.samples > 0
+        means, present = data.means(data.counted_images), data.samples > 0
         bias = np.where(present, -np.square(means).sum(axis=1) / 2, ABSENT_LOGIT).astype(np.float32)
         logits = data.values @ means.T + bias
         if data.scatter is None:

@@ -1,6 +1,5 @@
 """FedPCL on devices: projection, contrastive loss, Adam and inference, as torch functions to be traced."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,9 +31,6 @@ _MOMENTS = ("weight_first", "weight_second", "bias_first", "bias_second")
 def functions(settings: "FedPCL", *, feature_size: int, num_classes: int, seed: int) -> Functions:
     first = _first_projection(settings.projection_size, feature_size, seed)
 
-    def loss(tensors: Tensors, values: Tensor) -> Tensor:
-        return contrast(settings, tensors, unit(values), num_classes)
-
     return Functions(
         init=Function(
             inputs=("feature", "labels") if settings.prior else ("feature",),
@@ -49,7 +45,7 @@ def functions(settings: "FedPCL", *, feature_size: int, num_classes: int, seed: 
                 *("prototypes", "index", "present"),
                 *((_PRIOR,) if settings.prior else ()),
             ),
-            apply=lambda tensors: _step(settings, tensors, loss),
+            apply=lambda tensors: _step(settings, tensors, num_classes),
         ),
         project=Function(
             inputs=("feature", *settings.model),
@@ -66,13 +62,6 @@ def functions(settings: "FedPCL", *, feature_size: int, num_classes: int, seed: 
             "index": ("sets", None),
         },
         parameters=_PARAMETERS,
-        objective=lambda tensors: loss(tensors, hidden(tensors)),
-        optimizer=lambda parameters: torch.optim.Adam(
-            parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay
-        ),
-        gradients=lambda before, after: {
-            name: after[f"{name}_first"] - settings.weight_decay * before[name] for name in _PARAMETERS
-        },
     )
 
 
@@ -130,9 +119,7 @@ def _weights(logits: Tensor) -> Tensor:
     return torch.cat([every[:1], every[1:] / every[1:].sum()])
 
 
-def _step(
-    settings: "FedPCL", tensors: Tensors, loss: Callable[[Tensors, Tensor], Tensor]
-) -> dict[str, Tensor]:
+def _step(settings: "FedPCL", tensors: Tensors, num_classes: int) -> dict[str, Tensor]:
     """Return the loss and the state after one step of Adam, as `torch.optim.Adam` makes it.
 
     The gradient of the weight is written out in tiles; autograd's would be one tensor.
@@ -140,7 +127,11 @@ def _step(
     inputs = standardized(tensors)
     weight, bias = tensors["weight"], tensors["bias"]
     values = torch.addmm(bias, inputs, weight.flatten(0, 1).T)
-    slope, value = torch.func.grad_and_value(lambda values: loss(tensors, values))(values)
+
+    def loss(values: Tensor) -> Tensor:
+        return contrast(settings, tensors, unit(values), num_classes)
+
+    slope, value = torch.func.grad_and_value(loss)(values)
     gradients = {
         "weight": torch.bmm(
             slope.T.reshape(weight.shape[0], weight.shape[1], -1), inputs.expand(weight.shape[0], -1, -1)

@@ -26,6 +26,7 @@ from aggregator.algorithms.algorithm import (
     class_means,
 )
 from aggregator.algorithms.clustering import NO_GROUP, group_devices
+from aggregator.coordination.bounds import EQUAL_MULTIPLE, median_limits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -229,10 +230,8 @@ def _kappa(
 
 def _at_most_median(images: NDArray[np.int64], sets: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return numbers of images (p,), none greater than the lower median of its set (p,)."""
-    _, rows, members = np.unique(sets, return_inverse=True, return_counts=True)
-    median = np.cumsum(members) - members + (members - 1) // 2
-    capped: NDArray[np.int64] = np.minimum(images, images[np.lexsort((images, rows))][median][rows])
-    return capped
+    limits = median_limits(images, EQUAL_MULTIPLE, sets=sets, fewest=1)
+    return np.minimum(images, limits).astype(np.int64)
 
 
 def _of_groups(
@@ -259,8 +258,8 @@ def _of_groups(
     grouped = sets < number
     within = _kappa((offsets - means[rows])[grouped], rows[grouped], images[grouped], variance)
     drawn = np.zeros((number * classes, shape[2]), np.float32)
-    kept = names < len(drawn)
-    drawn[names[kept]] = means[kept] * (totals / (totals + between))[kept, None]
+    in_group = names < len(drawn)
+    drawn[names[in_group]] = means[in_group] * (totals / (totals + between))[in_group, None]
     return drawn.reshape(shape), [within] * number
 
 
@@ -300,16 +299,16 @@ def _orthonormal(rows: "Tensor") -> "Tensor":
     """Return orthonormal rows that span the same space (Gram-Schmidt); zeros in place of dependent ones."""
     import torch
 
-    found = rows[:0]
+    basis = rows[:0]
     for number in range(rows.shape[0]):
         row = rows[number : number + 1]
         whole = (row * row).sum()
         for _ in range(2):  # once leaves what rounding adds
-            row = row - (row @ found.T) @ found
+            row = row - (row @ basis.T) @ basis
         left = (row * row).sum()
         unit = row / left.clamp_min(1e-30).sqrt()
-        found = torch.cat([found, torch.where(left > _NEGLIGIBLE * whole, unit, torch.zeros_like(unit))])
-    return found
+        basis = torch.cat([basis, torch.where(left > _NEGLIGIBLE * whole, unit, torch.zeros_like(unit))])
+    return basis
 
 
 def _head(settings: Hierarchical, tensors: "Tensors") -> "dict[str, Tensor]":

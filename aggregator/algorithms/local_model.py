@@ -106,19 +106,6 @@ def functions(
             **{name: axes for name, axes in round_tensors.items() if any(axes)},
         },
         parameters=PARAMETERS,
-        objective=lambda tensors: loss(
-            tensors, features := features_of(tensors), logits_of(tensors, features)
-        ),
-        optimizer=lambda parameters: torch.optim.SGD(
-            parameters,
-            lr=settings.learning_rate,
-            momentum=settings.momentum,
-            weight_decay=settings.weight_decay,
-        ),
-        gradients=lambda before, after: {
-            name: -after[f"{name}_velocity"] / settings.learning_rate - settings.weight_decay * before[name]
-            for name in PARAMETERS
-        },
     )
 
 

@@ -32,10 +32,10 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 @cache
 def installed() -> Mapping[str, tuple[EntryPoint, ...]]:
     """Return the entry points of other distributions by name; several of one name clash."""
-    found: dict[str, tuple[EntryPoint, ...]] = {}
+    entries: dict[str, tuple[EntryPoint, ...]] = {}
     for entry in entry_points(group=GROUP):
-        found[entry.name] = (*found.get(entry.name, ()), entry)
-    return found
+        entries[entry.name] = (*entries.get(entry.name, ()), entry)
+    return entries
 
 
 def known_algorithms() -> tuple[str, ...]:

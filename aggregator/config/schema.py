@@ -21,6 +21,7 @@ from msgspec import Meta
 
 from aggregator.algorithms.algorithm import Algorithm, RoundAlgorithm, Training
 from aggregator.algorithms.registry import ALGORITHMS, distributions, find_algorithm
+from aggregator.coordination.bounds import CLIP_MULTIPLE, MAX_MULTIPLE, MEDIAN_DEVICES
 from aggregator.coordination.rollout_state import Settings as RolloutSettings
 from aggregator.coordination.round_state import Settings as RoundSettings
 from protocol.errors import ConfigError
@@ -50,9 +51,6 @@ class Client(msgspec.Struct, frozen=True, kw_only=True):
     """Seed of every shuffle on devices."""
 
 
-MAX_MULTIPLE = 3.0
-
-
 class Robust(msgspec.Struct, frozen=True, kw_only=True):
     """`[robust]`: protection against wrong prototypes and, in rounds, wrong changes of parameters."""
 
@@ -62,15 +60,11 @@ class Robust(msgspec.Struct, frozen=True, kw_only=True):
     """Greatest share of trainings of honest devices in which one of them is quarantined."""
     max_multiple: Annotated[float, Meta(ge=0, le=1e6)] = MAX_MULTIPLE
     """A device counts for at most 3 times the median device's images; 0: no limit. It limits FedTC's means, too."""
-    clip_multiple: Annotated[float, Meta(ge=0, le=1e6)] = 3.0
+    clip_multiple: Annotated[float, Meta(ge=0, le=1e6)] = CLIP_MULTIPLE
     """Limit prototypes to 3 times the median device's distance from the others'; 0: no limit.
 
     Unless it is 0, no device's change of parameters counts for more than the median device's.
     """
-
-
-ROUND_DEVICES = 3
-"""Devices of which a round is made by default, at least: the values of fewer are not limited."""
 
 
 class Rounds(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +72,7 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True):
 
     grace_s: Annotated[float, Meta(ge=0, le=1e9)] = 5.0
     """Seconds for further devices once the quorum is reached."""
-    min_devices: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(examples=[ROUND_DEVICES])] = None
+    min_devices: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(examples=[MEDIAN_DEVICES])] = None
     """Devices without which a round does not close; default 3, or the quorum if that is less. At most the quorum."""
     staleness: Annotated[int, Meta(ge=0, le=100_000)] = 1
     """Rounds that a submission may be behind and still count. With 0, only submissions for the open round count."""
@@ -233,8 +227,9 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _min_devices(self) -> int:
-        listed = ROUND_DEVICES if self.devices is None else len(self.devices)
-        return self.rounds.min_devices or min(ROUND_DEVICES, self.quorum, listed)
+        # The values of fewer devices are not limited.
+        listed = MEDIAN_DEVICES if self.devices is None else len(self.devices)
+        return self.rounds.min_devices or min(MEDIAN_DEVICES, self.quorum, listed)
 
 
 if TYPE_CHECKING:

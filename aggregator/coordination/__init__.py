@@ -1,1 +1,1 @@
-"""Pure decisions: when a collection or round closes, and which head the fleet uses."""
+"""Pure decisions: when a collection or round closes, which head the fleet uses, and how much a device may count."""

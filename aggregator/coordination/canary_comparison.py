@@ -1,17 +1,13 @@
 """The comparison of a head with the previous one on several devices, none of which decides alone. Pure.
 
 A fraction of the devices is tolerated: so many may fail to use a head that is activated, and so many of the best and of
-the worst comparisons do not count. Of the others, each counts with at most MAX_MULTIPLE times the images of the median
-device.
+the worst comparisons do not count. Of the others, each counts with at most CANARY_MULTIPLE times the images of the
+median device (`bounds`).
 """
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-MAX_MULTIPLE = 10
-"""Times the images of the median device with which a device counts at most."""
 
 _ROUNDING = 1e-9
 
@@ -58,47 +54,53 @@ def compare(results: Sequence[CanaryResult], tolerated_fraction: float) -> Compa
 
     Law: the order of the results does not matter.
     """
-    found = sorted(
+    import numpy as np  # which programs that only show a comparison do without
+
+    from aggregator.coordination.bounds import CANARY_MULTIPLE, limiting_factors, median_limits
+
+    compared = sorted(
         (each for each in results if each.previous_correct is not None and each.images),
         key=lambda each: (each.gain, each.images),
     )
-    omitted = tolerated(len(found), tolerated_fraction)
-    counted = found[omitted : len(found) - omitted]
-    limit = MAX_MULTIPLE * statistics.median_low([each.images for each in found]) if found else 0
-    weighted = [(min(1.0, limit / each.images), each) for each in counted]
+    omitted = tolerated(len(compared), tolerated_fraction)
+    images = np.array([each.images for each in compared], np.float64)
+    weights = limiting_factors(images, median_limits(images, CANARY_MULTIPLE)).tolist()
+    weighted = list(zip(weights, compared, strict=True))[omitted : len(compared) - omitted]
     return Comparison(
         images=sum(weight * each.images for weight, each in weighted),
         correct=sum(weight * each.correct for weight, each in weighted),
         previous_correct=sum(weight * (each.previous_correct or 0) for weight, each in weighted),
-        counted=len(counted),
-        devices=len(found),
+        counted=len(weighted),
+        devices=len(compared),
     )
 
 
 def is_accepted(results: Sequence[CanaryResult], tolerated_fraction: float, margin: float) -> bool:
     """Return True if the head's accuracy is at most `margin` below the previous head's."""
-    found = compare(results, tolerated_fraction)
-    return found.correct >= found.previous_correct - margin * found.images - _ROUNDING
+    comparison = compare(results, tolerated_fraction)
+    return comparison.correct >= comparison.previous_correct - margin * comparison.images - _ROUNDING
 
 
 def one_decides(results: Sequence[CanaryResult], tolerated_fraction: float, margin: float) -> bool:
     """Return True if two devices have compared the heads and disagree: of two none is omitted."""
-    found = [each for each in results if each.previous_correct is not None and each.images]
-    verdicts = {is_accepted([each], tolerated_fraction=tolerated_fraction, margin=margin) for each in found}
-    return len(found) == len(verdicts) == 2
+    compared = [each for each in results if each.previous_correct is not None and each.images]
+    verdicts = {
+        is_accepted([each], tolerated_fraction=tolerated_fraction, margin=margin) for each in compared
+    }
+    return len(compared) == len(verdicts) == 2
 
 
 def summary(results: Sequence[CanaryResult], *, tolerated_fraction: float) -> str:
     """Return the head's accuracy on the devices that count, beside the previous head's."""
-    found = compare(results, tolerated_fraction)
+    comparison = compare(results, tolerated_fraction)
     if not results:
         return "no canary has answered"
-    if not found.images:
+    if not comparison.images:
         running = sum(not each.problem for each in results)
         return f"it runs on {canaries(running)}, without images to compare it on"
-    correct, previous, images = found.correct, found.previous_correct, found.images
-    of_all = canaries(found.devices)
-    number = of_all if found.counted == found.devices else f"{found.counted} of {of_all}"
+    correct, previous, images = comparison.correct, comparison.previous_correct, comparison.images
+    of_all = canaries(comparison.devices)
+    number = of_all if comparison.counted == comparison.devices else f"{comparison.counted} of {of_all}"
     return (
         f"accuracy {correct / images:.1%} ({correct:.0f}/{images:.0f}) on {number}, "
         f"{previous / images:.1%} ({previous:.0f}/{images:.0f}) with the previous head"

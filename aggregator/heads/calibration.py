@@ -10,11 +10,11 @@ import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
+from aggregator.coordination.bounds import device_factors
 from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import CalibrationJob
-from aggregator.training.robust.weights import counted_totals
 from protocol.wire.messages import CONFIDENCE_BINS, Evaluation
 
 MIN_IMAGES = 50
@@ -95,7 +95,7 @@ def pooled(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """Return the correct predictions and all in each bin, and all in each bin of novelty, (CONFIDENCE_BINS,).
 
-    A device that claims many held-out images counts at most as its submission could (`robust.weights`).
+    A device that claims many held-out images counts at most as its submission could (`bounds`).
     """
     parts = np.array(
         [
@@ -110,7 +110,6 @@ def pooled(
         np.float64,
     ).reshape(-1, 3, CONFIDENCE_BINS)
     parts = parts[parts[:, 1].any(axis=1)]
-    totals = parts[:, 1].sum(axis=1, keepdims=True)
-    factors = counted_totals(totals, multiple=multiple) / totals[:, 0]
+    factors = device_factors(parts[:, 1], multiple=multiple)
     correct, images, novelty = (parts * factors[:, None, None]).sum(axis=0)
     return correct, images, novelty

@@ -9,7 +9,7 @@ from aggregator.algorithms.confidence import fit_map
 from aggregator.algorithms.novelty import novelty_threshold
 from aggregator.graphs.calibrated_head import max_difference, with_calibration
 from aggregator.storage.heads import CALIBRATED_FROM
-from aggregator.training.head_job import MAX_ONNX_DIFFERENCE
+from aggregator.training.head_job import MAX_ONNX_DIFFERENCE, random_features
 from aggregator.training.jobs import CalibrationJob, Result, Workspace, write_head
 from protocol.errors import ProtofleetError
 
@@ -28,8 +28,7 @@ def run(job: CalibrationJob, workspace: Workspace) -> Result:
     head = with_calibration(
         before, confidence, version=job.version, figures=figures, novelty_threshold=threshold
     )
-    random = np.random.default_rng(0).exponential(size=(256, job.feature_size)).astype(np.float32)
-    difference = max_difference(before, head, confidence, random)
+    difference = max_difference(before, head, confidence, random_features(job.feature_size))
     if not difference <= MAX_ONNX_DIFFERENCE:
         raise ProtofleetError(
             f"the calibrated head in ONNX Runtime differs by {difference:.3g}, more than {MAX_ONNX_DIFFERENCE}"

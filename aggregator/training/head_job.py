@@ -106,11 +106,13 @@ def write_checked(
     layers: Sequence[Dense],
     figures: dict[str, float],
     *,
-    features: NDArray[np.float32],
-    directions: ClassDirections | None,
+    features: NDArray[np.float32] | None = None,
+    directions: ClassDirections | None = None,
     feature_map: FeatureMap | Shortening | None = None,
 ) -> dict[str, float]:
-    """Write a head's files, and return its figures with the greatest difference from its layers on these features.
+    """Write a head's files, and return its figures with the greatest difference from its layers on features.
+
+    Without any, these are random.
 
     Raises:
         ProtofleetError: ONNX Runtime computes something else.
@@ -120,6 +122,8 @@ def write_checked(
     head = head_to_onnx(
         layers, metadata=metadata, feature_map=feature_map, columns=columns, directions=directions
     )
+    if features is None:
+        features = random_features(job.feature_size)
     difference = max_difference(layers, head, features, feature_map, columns=columns, directions=directions)
     if not difference <= MAX_ONNX_DIFFERENCE:
         raise ProtofleetError(
@@ -127,6 +131,11 @@ def write_checked(
         )
     write_head(head, manifest, workspace)
     return {**figures, "onnx_max_difference": difference}
+
+
+def random_features(size: int) -> NDArray[np.float32]:
+    """Return features (256, size) to compare a head's file on, the same each time, positive like those of backbones."""
+    return np.random.default_rng(0).exponential(size=(256, size)).astype(np.float32)
 
 
 def few_prototypes(numbers: NDArray[np.integer], manifest: TaskManifest) -> dict[str, int]:

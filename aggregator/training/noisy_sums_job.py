@@ -65,12 +65,9 @@ def run(job: NoisySumsJob, workspace: Workspace) -> Result:
     )
     _require_laws(total)
     layer, ridge = solve_noisy(total)
-    features = np.random.default_rng(0).exponential(size=(256, job.feature_size)).astype(np.float32)
     figures = {"strength": ridge, "temperature": TEMPERATURE}
-    layers, shortening = [of_features(layer, public)], Shortening(public)
-    metrics = write_checked(
-        job, workspace, manifest, layers, figures, features=features, feature_map=shortening, directions=None
-    )
+    layers = [of_features(layer, public)]
+    metrics = write_checked(job, workspace, manifest, layers, figures, feature_map=Shortening(public))
     return Result(
         prototypes=images,
         metrics={**metrics, "seconds": time.perf_counter() - started_s},
@@ -159,11 +156,9 @@ def to_total(values: NDArray[np.int64]) -> Tensors:
 
 
 def from_total(stored: Tensors) -> NDArray[np.int64]:
-    """Return a stored total; one of an earlier version has its lower bits only, and is within 32."""
-    lower, upper = to_array(stored.values["total"]), stored.values.get("upper")
-    if upper is None:
-        return lower.view(np.int32).astype(np.int64)
-    return (to_array(upper).astype(np.int64) << 32) | lower.astype(np.int64)
+    """Return the total that `to_total` has stored."""
+    lower, upper = (to_array(stored.values[name]).astype(np.int64) for name in ("total", "upper"))
+    return (upper << 32) | lower
 
 
 def _require_laws(total: NoisyTotal) -> None:

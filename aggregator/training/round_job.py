@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from aggregator.algorithms.algorithm import Contribution, RoundAlgorithm
 from aggregator.algorithms.tensors import check_finite, pack_tensors, unpack_tensors
 from aggregator.config.schema import Robust
+from aggregator.coordination.bounds import counted_images
 from aggregator.graphs.program_export import bind, untrained
 from aggregator.intake.validation import Expectation, Prototypes, check_submission
 from aggregator.training.jobs import TENSORS_FILE, Result, RoundJob, Workspace, checked_parts, write_head
 from aggregator.training.robust.rounds import contribution_of, robust_contributions
-from aggregator.training.robust.weights import counted_images, counting, limited, stated_images
+from aggregator.training.robust.weights import counting, limited, stated_images
 from protocol.errors import ProtofleetError
 from protocol.storage.blobstore import write_atomically
 from protocol.wire.messages import Submission
@@ -97,7 +98,7 @@ def aggregated(
         ProtofleetError: none can be aggregated, or only all together cannot.
     """
 
-    def of(some: Sequence[Contribution]) -> dict[str, NDArray[Any]]:
+    def aggregate(some: Sequence[Contribution]) -> dict[str, NDArray[Any]]:
         safe = robust_contributions(some, clip_multiple=robust.clip_multiple, power=algorithm.power)
         tensors = algorithm.aggregate(safe, previous, num_classes=num_classes, seed=seed)
         check_finite(tensors)
@@ -105,16 +106,16 @@ def aggregated(
 
     failed: dict[str, str] = {}
     try:
-        return of(contributions), failed
+        return aggregate(contributions), failed
     except ProtofleetError:
         for each in contributions:
             try:
-                of([each])
+                aggregate([each])
             except ProtofleetError as error:
                 failed[each.device] = str(error)
         if len(failed) in (0, len(contributions)):
             raise
-    return of([each for each in contributions if each.device not in failed]), failed
+    return aggregate([each for each in contributions if each.device not in failed]), failed
 
 
 def _figures(

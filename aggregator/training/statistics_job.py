@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 from aggregator.algorithms.novelty import ClassDirections, class_directions
 from aggregator.algorithms.statistics.moments import WHOLE, Moments, add, class_means, factors, no_rows
 from aggregator.algorithms.statistics.ridge import Ridge, solve
+from aggregator.coordination.bounds import counted_images, counted_scatter, is_common
 from aggregator.graphs.head_export import map_to_onnx
 from aggregator.intake.validation import Expectation, Refused, check_statistics
 from aggregator.training.head_job import few_prototypes, write_checked
 from aggregator.training.jobs import Result, StatisticsJob, Workspace
-from aggregator.training.robust.outlier_detection import MIN_DEVICES as COMMON_DEVICES
 from aggregator.training.robust.outlier_detection import SHOWN_WARNINGS, cohorts_of, judge
 from aggregator.training.robust.outlier_statistics import DeviceSummary, summarized
-from aggregator.training.robust.training_set import MIN_COMMON_SHARE, distance_factors
-from aggregator.training.robust.weights import counted_images, counted_scatter, counting
+from aggregator.training.robust.training_set import distance_factors
+from aggregator.training.robust.weights import counting
 from aggregator.training.statistics_sums import grouped, submitted_moments, summary_of
 from protocol.errors import BlobLost, ProtofleetError
 from protocol.wire.codec import digest_of
@@ -75,14 +75,12 @@ def run(job: StatisticsJob, workspace: Workspace) -> Result:
         "temperature": ridge.temperature,
     }
     seconds = time.perf_counter() - started_s
-    random = np.random.default_rng(0).exponential(size=(256, job.feature_size)).astype(np.float32)
     metrics = write_checked(
         job,
         workspace,
         manifest,
         [ridge.layer],
         figures,
-        features=random,
         feature_map=feature_map,
         directions=solved.directions if job.has_novelty else None,
     )
@@ -124,7 +122,8 @@ def solve_sums(job: StatisticsJob, workspace: Workspace, expectation: Expectatio
     sums = added(job, workspace, expectation)
     total, counted = weighted(job, workspace, expectation, sums)
     workspace.report({"prototypes": total.rows})
-    ridge = solve(total, common=common_classes(counted))
+    labels, devices = np.arange(counted.shape[1]), np.count_nonzero(counted, axis=0)
+    ridge = solve(total, common=is_common(labels, devices, counted.sum(axis=0)))
     means = class_means(total)[total.class_counts > 0, : job.feature_map.selected]
     return Solved(ridge=ridge, directions=class_directions(means), sums=sums, total=total, counted=counted)
 
@@ -227,12 +226,3 @@ def weighted(
         moments = submitted_moments(submission, expectation, job.feature_map)
         total = add(total, moments, factor=-scatter, class_factors=-of_class)
     return dataclasses.replace(total, rows=max(1, round(total.rows / WHOLE))), stated * of_classes / WHOLE
-
-
-def common_classes(images: NDArray[np.float64]) -> NDArray[np.bool_] | None:
-    """Return the classes (C,) that COMMON_DEVICES devices have, by their images that count (K, C).
-
-    None if less than MIN_COMMON_SHARE of these images are of such classes.
-    """
-    common: NDArray[np.bool_] = np.count_nonzero(images, axis=0) >= COMMON_DEVICES
-    return common if images[:, common].sum() >= MIN_COMMON_SHARE * images.sum() else None

@@ -11,7 +11,7 @@ import numpy as np
 
 from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedtc.recipe import recipe_of
-from aggregator.config.schema import MAX_MULTIPLE
+from aggregator.coordination.bounds import MAX_MULTIPLE
 from benchmarks.data.features import BackboneType, Precision, load_features, prepared
 from benchmarks.data.images import NAMES
 from benchmarks.fleets import Result, Settings, run_ceiling, train_fleet

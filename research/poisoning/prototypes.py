@@ -15,7 +15,8 @@ from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedtc.adapter import torch_device
 from aggregator.algorithms.fedtc.recipe import recipe_of
 from aggregator.algorithms.fedtc.train_head import train_head
-from aggregator.config.schema import MAX_MULTIPLE, Robust
+from aggregator.config.schema import Robust
+from aggregator.coordination.bounds import MAX_MULTIPLE
 from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.outlier_detection import judge
 from aggregator.training.robust.outlier_statistics import summaries

@@ -89,7 +89,7 @@ def accuracy_of_sums(
             layer, _ = solve_noisy(NoisyTotal(**vars(sums), noise_multiplier=z))
         except ProtofleetError:  # the noise is as large as the sums
             return 1 / data.classes
-    logits = of_features(layer, how).of(mapped(Shortening(how), data.test))
+    logits = of_features(layer, how).outputs(mapped(Shortening(how), data.test))
     return float((logits.argmax(axis=1) == data.test_labels).mean())
 
 

@@ -74,9 +74,9 @@ class Arrays:
             # As large as all before: the number of open files is that of doublings.
             self._chunk = self.empty((max(self._kept_bytes, self._limit + 1),), np.uint8)
         part, self._chunk = np.split(self._chunk, [values.nbytes])
-        kept = part.view(np.float32).reshape(values.shape)
-        kept[...] = values
-        return kept
+        stored = part.view(np.float32).reshape(values.shape)
+        stored[...] = values
+        return stored
 
     def rows(self, values: NDArray[Any], rows: NDArray[Any]) -> NDArray[Any]:
         """Return some rows of an array, by their numbers or by a mask, as `values[rows]`."""

@@ -64,11 +64,11 @@ def block_head(sums: Sums, common: NDArray[np.bool_]) -> tuple[Dense, float]:
     The distance of the classes with the least of STRENGTHS chooses the strength. Leaving devices out chooses neither
     threshold nor temperature well where classes are uneven: the device that is left out has most images of some class.
     """
-    found = _discriminant(sums, common, STRENGTHS[0])
-    strength = float(np.clip(CLEAR_DISTANCE / max(found.distance, TINY), *STRENGTHS))
+    head = _discriminant(sums, common, STRENGTHS[0])
+    strength = float(np.clip(CLEAR_DISTANCE / max(head.distance, TINY), *STRENGTHS))
     if strength > STRENGTHS[0]:
-        found = _discriminant(sums, common, strength)
-    return found.layer, found.temperature
+        head = _discriminant(sums, common, strength)
+    return head.layer, head.temperature
 
 
 @dataclass(frozen=True)
@@ -128,5 +128,5 @@ def temperature_of_means(data: TrainingSet, scatter: Scatter) -> float:
         np.diag(products)[first] + np.diag(products)[second] - 2 * products[first, second]
         for products in (means @ means.T, means @ sums.scatter @ means.T / sums.images.sum())
     )
-    found = float(np.median(variances / np.maximum(squares, TINY))) if len(first) else 1.0
-    return float(np.clip(found, *TEMPERATURES))
+    temperature = float(np.median(variances / np.maximum(squares, TINY))) if len(first) else 1.0
+    return float(np.clip(temperature, *TEMPERATURES))

@@ -64,8 +64,8 @@ def discriminants(
         # The spread within classes is unknown: as large as that between them.
         variance, remaining = float((means**2).sum()) / size / max(len(means) - 1, 1) or 1.0, 0.0
     on_axes = means @ axes.T
-    kept = remaining * np.array(shares)
-    weights, shared_parts = kept / max(freedom, 1), (1 - kept) * variance
+    remaining_shares = remaining * np.array(shares)
+    weights, shared_parts = remaining_shares / max(freedom, 1), (1 - remaining_shares) * variance
     all_variances = shared_parts[:, None] + weights[:, None] * squares
     all_lengths = _squared_lengths(deviations, axes, all_variances)
     for weight, shared, variances, lengths in zip(

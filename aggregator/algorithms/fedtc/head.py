@@ -46,7 +46,7 @@ class Dense:
             self.weight.nbytes + self.bias.nbytes + (0 if self.projection is None else self.projection.nbytes)
         )
 
-    def of(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    def outputs(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return the layer's output (n, outputs) for rows (n, inputs), computed in float32."""
         if self.projection is not None:
             rows = rows @ self.projection.T.astype(np.float32)
@@ -85,8 +85,8 @@ def logits_of(layers: Sequence[Dense], features: NDArray[np.float32]) -> NDArray
     for block in blocks(len(features)):
         rows = features[block]
         for layer in adapter:
-            rows = unit_rows(layer.of(rows))
-        logits[block] = classifier.of(rows)
+            rows = unit_rows(layer.outputs(rows))
+        logits[block] = classifier.outputs(rows)
     return logits
 
 
@@ -117,8 +117,8 @@ def calibrate(
         losses = cross_entropy(logits / temperature, labels)
         return float(losses.sum() + (losses + lead / temperature).mean())
 
-    found = minimize_scalar(cost, bounds=tuple(np.log(TEMPERATURES)), method="bounded")
-    best = float(np.exp(found.x))
+    solution = minimize_scalar(cost, bounds=tuple(np.log(TEMPERATURES)), method="bounded")
+    best = float(np.exp(solution.x))
     return best, cross_entropy(logits / np.float32(best), labels)
 
 
@@ -147,7 +147,7 @@ def compress(layers: Sequence[Dense], features: NDArray[np.float32]) -> tuple[De
         for block in blocks(len(features)):
             rows = features[block]
             for layer in compressed:
-                rows = unit_rows(layer.of(rows))
+                rows = unit_rows(layer.outputs(rows))
             yield rows
 
     for layer in adapter:

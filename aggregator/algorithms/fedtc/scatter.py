@@ -31,7 +31,7 @@ class Scatter:
         """The number of values."""
         return self.rows.size + self.diagonals.size
 
-    def of(self, device: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def of_device(self, device: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return a device's rows and its diagonal."""
         return self.rows[slice(*np.searchsorted(self.devices, (device, device + 1)))], self.diagonals[device]
 

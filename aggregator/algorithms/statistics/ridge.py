@@ -95,8 +95,8 @@ def solve(total: Moments, *, common: NDArray[np.bool_] | None = None) -> Ridge:
     most = MAX_FREEDOM * total.rows
     few = (strength for strength in STRENGTHS if spectrum.degrees_of_freedom(strength) <= most)
     chosen = min(few, key=spectrum.expected_error, default=STRENGTHS[-1])
-    found = spectrum.discriminant(chosen) if spectrum.overlap(chosen) else spectrum.balanced(chosen)
-    directions, constants, temperature = found
+    solution = spectrum.discriminant if spectrum.overlap(chosen) else spectrum.balanced
+    directions, constants, temperature = solution(chosen)
     weight = np.zeros((len(present), total.size))
     weight[present] = directions.T
     bias = np.full(len(present), ABSENT_LOGIT)
@@ -173,7 +173,7 @@ class _Spectrum:
         self, directions: NDArray[np.float64], constants: NDArray[np.float64], common: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
         """Return how far to lower the scores of classes that are not common (K,), for directions (D, K)."""
-        found = np.zeros(len(common))
+        excess = np.zeros(len(common))
         if np.count_nonzero(common) > 1 and not common.all():
             along = self._axes.T @ directions
             scores = self._means @ along + constants
@@ -181,8 +181,8 @@ class _Spectrum:
             squares = np.diag(products)
             deviations = np.sqrt(np.maximum(squares[:, None] + squares - 2 * products, 0.0))
             gains = scores - np.diag(scores)[:, None] + APART * deviations
-            found[~common] = np.maximum(gains[common][:, ~common].max(axis=0), 0.0)
-        return found
+            excess[~common] = np.maximum(gains[common][:, ~common].max(axis=0), 0.0)
+        return excess
 
     def expected_error(self, strength: float) -> float:
         """Return the generalized cross-validation of the regression on the rows as they are."""

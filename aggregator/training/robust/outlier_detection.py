@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from aggregator.coordination.bounds import COMPARED_DEVICES, MEDIAN_DEVICES
 from aggregator.training.robust.outlier_statistics import (
     DeviceSummary,
     Floats,
@@ -22,12 +23,6 @@ from aggregator.training.robust.outlier_statistics import (
     scatters,
 )
 from protocol.wire.codec import digest_of
-
-MIN_DEVICES = 5
-"""Devices that a class needs for one of them to be an outlier."""
-
-MIN_REFERENCE = 3
-"""Devices, no outliers, whose median another device is compared with to find out what it resembles."""
 
 MAX_REPORTED = 1000
 """Factor beyond which the number is not reported."""
@@ -102,51 +97,53 @@ def judge(
     released: Collection[str] = (),
 ) -> Judgment:
     """Return the devices to quarantine, except released, similar and disputed ones, and all if they would be most."""
-    found = outliers(parts, classes=classes, false_alarm_rate=false_alarm_rate)
-    worst = max(found, key=lambda device: found[device].excess, default="")
-    if len(found) > MAX_SHARE * len(parts):
+    findings = outliers(parts, classes=classes, false_alarm_rate=false_alarm_rate)
+    worst = max(findings, key=lambda device: findings[device].excess, default="")
+    if len(findings) > MAX_SHARE * len(parts):
         return Judgment(
             {},
-            f"{len(found)} of {len(parts)} devices are far from each other, so none is quarantined; "
-            f"{worst}: {found[worst].reason}",
+            f"{len(findings)} of {len(parts)} devices are far from each other, so none is quarantined; "
+            f"{worst}: {findings[worst].reason}",
         )
-    group = _similar(parts, found, classes=len(classes)) - set(released)
-    disputed = _disputed(parts, found) - group - set(released)
+    group = _similar(parts, findings, classes=len(classes)) - set(released)
+    disputed = _disputed(parts, findings) - group - set(released)
     warnings = (
-        _warning(found, group, "from the others but resemble each other, as in another place", of=len(parts)),
-        _warning(found, disputed, "only in classes in which few devices agree", of=len(parts)),
+        _warning(
+            findings, group, "from the others but resemble each other, as in another place", total=len(parts)
+        ),
+        _warning(findings, disputed, "only in classes in which few devices agree", total=len(parts)),
     )
-    excluded = found.keys() - group - disputed - set(released)
+    excluded = findings.keys() - group - disputed - set(released)
     return Judgment(
-        {device: found[device].reason for device in sorted(excluded)},
+        {device: findings[device].reason for device in sorted(excluded)},
         "; ".join(filter(None, warnings)),
-        frozenset(label for device in disputed for label in found[device].tested if label is not None),
+        frozenset(label for device in disputed for label in findings[device].tested if label is not None),
     )
 
 
-def _warning(found: Mapping[str, Finding], devices: Collection[str], where: str, *, of: int) -> str:
+def _warning(findings: Mapping[str, Finding], devices: Collection[str], where: str, *, total: int) -> str:
     if not devices:
         return ""
-    worst = max(sorted(devices), key=lambda device: found[device].excess)
+    worst = max(sorted(devices), key=lambda device: findings[device].excess)
     names = ", ".join(sorted(devices)[:SHOWN_DEVICES]) + (" …" if len(devices) > SHOWN_DEVICES else "")
     return (
-        f"{len(devices)} of {of} devices are far {where}, so they are not quarantined: {names}; "
-        f"{worst}: {found[worst].reason}"
+        f"{len(devices)} of {total} devices are far {where}, so they are not quarantined: {names}; "
+        f"{worst}: {findings[worst].reason}"
     )
 
 
-def _disputed(parts: Mapping[str, DeviceSummary], found: Mapping[str, Finding]) -> set[str]:
+def _disputed(parts: Mapping[str, DeviceSummary], findings: Mapping[str, Finding]) -> set[str]:
     """Return the outliers that deviate only in classes whose other devices may all be malicious.
 
     In other classes, where they agree with enough devices, they do not deviate: at least one such class is needed.
     """
     agreeing = Counter(
-        label for device, part in parts.items() if device not in found for label in part.classes
+        label for device, part in parts.items() if device not in findings for label in part.classes
     )
     sure = {label for label, number in agreeing.items() if number >= MAX_MALICIOUS * len(parts)}
     return {
         device
-        for device, one in found.items()
+        for device, one in findings.items()
         if one.tested.isdisjoint({*sure, None}) and not sure.isdisjoint(parts[device].classes)
     }
 
@@ -159,14 +156,14 @@ def outliers(
     In at most a share `false_alarm_rate` of all fleets without an outlier, there is one (Bonferroni over all tests).
     The others are compared again without the outliers, which hide others: without a first one, there is no second pass.
     """
-    found: dict[str, Finding] = {}
+    findings: dict[str, Finding] = {}
     while new := _one_pass(
-        {device: part for device, part in parts.items() if device not in found},
+        {device: part for device, part in parts.items() if device not in findings},
         classes=classes,
         false_alarm_rate=false_alarm_rate,
     ):
-        found |= new
-    return dict(sorted(found.items()))
+        findings |= new
+    return dict(sorted(findings.items()))
 
 
 def _one_pass(
@@ -174,21 +171,21 @@ def _one_pass(
 ) -> dict[str, Finding]:
     tests = list(_tests(parts, classes))
     probability = false_alarm_rate / max(sum(len(test.devices) for *_, test in tests), 1)
-    found: dict[str, Finding] = {}
+    findings: dict[str, Finding] = {}
     for label, is_distance, how, test in tests:
         limits = test.limits(probability)
         for device, ratio, limit in zip(test.devices, test.ratios, limits, strict=True):
             if ratio <= limit:
                 continue
-            before = found.get(device, Finding(0.0, ""))
+            before = findings.get(device, Finding(0.0, ""))
             labels = before.labels | {label if is_distance else None}
             excess, reason = float(ratio / limit), before.reason
             if excess > before.excess:
                 factor = float(np.sqrt(ratio))
                 times = f"{factor:.1f}" if factor < MAX_REPORTED else f"over {MAX_REPORTED}"
                 reason = f"{how.format(times)}, limit {np.sqrt(limit):.1f}"
-            found[device] = Finding(max(excess, before.excess), reason, labels, before.tested | {label})
-    return found
+            findings[device] = Finding(max(excess, before.excess), reason, labels, before.tested | {label})
+    return findings
 
 
 def _tests(
@@ -197,7 +194,7 @@ def _tests(
     """Yield each test, with its class, if it is of one, whether it is of distances, and a description."""
     for label, name in enumerate(classes):
         one = class_means(parts, label)
-        if len(one.devices) < MIN_DEVICES:
+        if len(one.devices) < COMPARED_DEVICES:
             continue
         median = f"the median of {len(one.devices)} devices"
         yield label, True, f"class {name!r}: {{}} times as far as expected from {median}", distances(one)
@@ -208,25 +205,27 @@ def _tests(
             scatters(one),
         )
     length = lengths(parts)
-    if len(length.devices) >= MIN_DEVICES:
+    if len(length.devices) >= COMPARED_DEVICES:
         median = f"the median of {len(length.devices)} devices"
         yield None, False, f"all classes: {{}} times as long as plausible, by {median}", length
 
 
-def _similar(parts: Mapping[str, DeviceSummary], found: Mapping[str, Finding], *, classes: int) -> set[str]:
+def _similar(
+    parts: Mapping[str, DeviceSummary], findings: Mapping[str, Finding], *, classes: int
+) -> set[str]:
     """Return the outliers that resemble another device, and whose images are not another class of the other devices.
 
     Two devices resemble each other if, over their common classes, they are much nearer to each other than to the
     median of the devices that are no outliers. A class counts by the images of both: chance alone separates few.
     """
-    distant = [device for device, one in found.items() if None not in one.labels]
+    distant = [device for device, one in findings.items() if None not in one.labels]
     if not distant:
         return set()
-    typical = {device: part for device, part in parts.items() if device not in found}
+    typical = {device: part for device, part in parts.items() if device not in findings}
     medians = {
         label: one.median
         for label in range(classes)
-        if len((one := class_means(typical, label)).devices) >= MIN_REFERENCE
+        if len((one := class_means(typical, label)).devices) >= MEDIAN_DEVICES
     }
     columns = {device: column for column, device in enumerate(sorted(parts))}
     apart, away = np.zeros((2, len(distant), len(columns)))
@@ -243,7 +242,7 @@ def _similar(parts: Mapping[str, DeviceSummary], found: Mapping[str, Finding], *
             weights = 1 / (1 / one.images + 1 / one.images[mine])
             apart[row, at] += weights * ((deviations - deviations[mine]) ** 2).sum(axis=1)
             away[row, at] += weights * (squares + squares[mine]) / 2
-            if label in found[device].labels and is_mislabeled(one.means[mine], label, medians):
+            if label in findings[device].labels and is_mislabeled(one.means[mine], label, medians):
                 mislabeled.add(device)
     for row, device in enumerate(distant):
         away[row, columns[device]] = 0.0

@@ -250,11 +250,11 @@ def scatters(one: ClassMeans) -> Test:
 def lengths(parts: Mapping[str, DeviceSummary]) -> Test:
     """Return the mean squared length of each device's prototypes, of all classes, over TOLERANCE times the median."""
     devices = tuple(sorted(device for device, part in parts.items() if part.prototypes))
-    found = [parts[device] for device in devices]
-    dof = [each.length_dof for each in found if each.prototypes > 1]
+    present = [parts[device] for device in devices]
+    dof = [each.length_dof for each in present if each.prototypes > 1]
     of_prototype = max(float(np.median(dof)), 1.0) if dof else 1.0
-    rows = np.array([each.prototypes for each in found])
-    return _variances(devices, np.array([each.length for each in found]), of_prototype * rows)
+    rows = np.array([each.prototypes for each in present])
+    return _variances(devices, np.array([each.length for each in present]), of_prototype * rows)
 
 
 def _variances(devices: Sequence[str], values: Floats, dof: Floats, *, floor: float = 0.0) -> Test:

@@ -1,7 +1,7 @@
 """Protection of a round against wrong values, pure and the same for all algorithms.
 
-`weights` bounds how much a device counts; this bounds how far its values are from the others', and how much a change of
-parameters counts by its length and the device's images together.
+`weights` limits how many of a device's images count; this limits how far its values are from the others', and how
+much a change of parameters counts by its length and the device's images together.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import Contribution, by_device
+from aggregator.coordination.bounds import (
+    EQUAL_MULTIPLE,
+    MEDIAN_DEVICES,
+    limiting_factors,
+    median_limits,
+)
 from aggregator.intake.validation import Prototypes
-from aggregator.training.robust.weights import MIN_DEVICES, median_limit
 
 Floats = NDArray[np.float32]
 
@@ -34,7 +39,7 @@ def robust_contributions(
     Prototypes of a class are then measured from their coordinate-wise median over the devices. What is farther than
     `clip_multiple` times the median device is brought to that distance. Last, no change of parameters moves the mean by
     images more than the median device's, with `power` 2 the mean of squares. With `clip_multiple` 0 nothing is limited.
-    Values of fewer than MIN_DEVICES devices stay unchanged.
+    Values of fewer than MEDIAN_DEVICES devices stay unchanged.
     """
     parts = by_device(contributions)
     if not clip_multiple:
@@ -46,10 +51,10 @@ def robust_contributions(
 def _clipped_lengths(parts: Sequence[Contribution], *, multiple: float) -> list[Contribution]:
     lengths = [np.linalg.norm(part.values.astype(np.float64), axis=1) for part in parts]
     medians = [np.median(each) for each in lengths if len(each)]
-    if len(medians) < MIN_DEVICES:
+    if len(medians) < MEDIAN_DEVICES:
         return list(parts)
     limit = multiple * float(np.median(medians))
-    factors = [np.minimum(1.0, limit / np.maximum(each, 1e-30))[:, None] for each in lengths]
+    factors = [limiting_factors(each, limit)[:, None] for each in lengths]
     return [
         replace(part, values=np.where(each < 1, each * part.values, part.values).astype(np.float32))
         for part, each in zip(parts, factors, strict=True)
@@ -61,7 +66,7 @@ def _clipped_distances(parts: Sequence[Contribution], *, multiple: float) -> lis
     for label in {int(label) for part in parts for label in part.labels}:
         rows = [(number, np.flatnonzero(part.labels == label)) for number, part in enumerate(parts)]
         owned = [(number, own[0]) for number, own in rows if len(own)]
-        if len(owned) < MIN_DEVICES:
+        if len(owned) < MEDIAN_DEVICES:
             continue
         stacked = np.stack([values[number][row] for number, row in owned])
         for (number, row), each in zip(owned, _clipped(stacked, multiple=multiple), strict=True):
@@ -80,7 +85,7 @@ def _limited_changes(parts: Sequence[Contribution], *, power: Literal[1, 2]) -> 
         for part in parts
     ]
     influences = images * np.array(lengths) ** power
-    factors = np.minimum(1.0, median_limit(influences, 1.0) / np.where(influences > 0, influences, 1.0))
+    factors = limiting_factors(influences, median_limits(influences, EQUAL_MULTIPLE))
     factors = (factors * images.sum() / (float(factors @ images) or 1.0)) ** (1 / power)
     return [
         part
@@ -94,11 +99,6 @@ def _clipped(values: Floats, *, multiple: float) -> Floats:
     """Return values (K, n), none farther from their median than a multiple of the median distance."""
     center = np.median(values, axis=0)
     away = values.astype(np.float64) - center
-    factors = _factors(np.linalg.norm(away, axis=1), multiple)[:, None]
+    lengths = np.linalg.norm(away, axis=1)
+    factors = limiting_factors(lengths, multiple * float(np.median(lengths)))[:, None]
     return np.where(factors < 1, center + factors * away, values).astype(np.float32)
-
-
-def _factors(lengths: NDArray[np.float64], multiple: float) -> NDArray[np.float64]:
-    """Return by how much each length is multiplied to be no more than a multiple of the median length."""
-    limit = multiple * float(np.median(lengths))
-    return np.minimum(1.0, limit / np.where(lengths > 0, lengths, 1.0))

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from aggregator.algorithms.fedtc.arrays import Arrays
 from aggregator.algorithms.fedtc.scatter import Scatter
 from aggregator.algorithms.fedtc.training_set import TrainingSet
+from aggregator.coordination.bounds import COMPARED_DEVICES, limiting_factors, median_limits
 from aggregator.intake.validation import Prototypes
-from aggregator.training.robust.weights import SHARED_BY, median_limit
 from protocol.wire.principal_prototypes import PrincipalPrototypes, joined
 
 
@@ -63,7 +63,7 @@ def scatter_set(
         num_classes: C.
         factors: how much each image of each device counts, (K,).
         max_multiple: a device's sum of squares, for each image, counts for at most so many times the median device's.
-            In the mean of a class on SHARED_BY devices, its images count for at most so many times the images of the
+            In the mean of a class on COMPARED_DEVICES devices, its images count for at most so many times those of the
             median device with the class. 0: no limit.
         arrays: makes the arrays of all rows.
     """
@@ -74,16 +74,19 @@ def scatter_set(
     diagonals = arrays.empty((len(parts), size))
     labels, counts = np.zeros((2, len(values)), np.int64)
     for number, part in enumerate(parts):
-        made = principal(part)
+        block = principal(part)
         its_rows, its_means = (slice(*ends) for ends in starts[number : number + 2].T)
-        rows[its_rows], values[its_means], diagonals[number] = made.rows, made.means, made.diagonal
-        labels[its_means], counts[its_means] = made.labels, made.counts
+        rows[its_rows], values[its_means], diagonals[number] = block.rows, block.means, block.diagonal
+        labels[its_means], counts[its_means] = block.labels, block.counts
     of_rows, devices = (np.repeat(np.arange(len(parts)), each) for each in sizes.T)
     weights = factors[devices]
     weights *= counts.sum() / (counts @ weights)
     scatter = Scatter(rows, of_rows, diagonals, counts * weights)
     if max_multiple:
-        _limit_in_means(scatter.in_means, labels, max_multiple)
+        # One device would else decide where a class is of which it has most images, in directions in which images
+        # hardly differ.
+        in_means = median_limits(scatter.in_means, max_multiple, sets=labels, fewest=COMPARED_DEVICES)
+        np.minimum(scatter.in_means, in_means, out=scatter.in_means)
         _shorten(scatter, np.bincount(devices, counts, minlength=len(parts)), max_multiple)
     return TrainingSet(
         *(values, labels, counts, num_classes),
@@ -94,22 +97,11 @@ def scatter_set(
     )
 
 
-def _limit_in_means(images: NDArray[np.float64], labels: NDArray[np.int64], max_multiple: float) -> None:
-    """Bring the images (m,) of a device in the mean of a class to at most a multiple of the median device's.
-
-    One device would else decide where a class is of which it has most images, in directions in which images hardly
-    differ.
-    """
-    for label in np.flatnonzero(np.bincount(labels) >= SHARED_BY):
-        mine = labels == label
-        images[mine] = np.minimum(images[mine], median_limit(images[mine], max_multiple))
-
-
 def _shorten(scatter: Scatter, images: NDArray[np.integer], max_multiple: float) -> None:
     """Bring the scatter of each device (K,) to at most a multiple of the median device's for as many images."""
     squares = scatter.traces() / images
-    factors = np.minimum(1, median_limit(squares, max_multiple) / np.where(squares > 0, squares, 1))
+    factors = limiting_factors(squares, median_limits(squares, max_multiple))
     for number in np.flatnonzero(factors < 1).tolist():
-        mine, _ = scatter.of(number)
+        mine, _ = scatter.of_device(number)
         mine *= np.float32(np.sqrt(factors[number]))
         scatter.diagonals[number] *= np.float32(factors[number])

@@ -6,7 +6,7 @@ device: outlier detection finds few wrong devices among few, and here such a dev
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +14,16 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.arrays import Arrays
 from aggregator.algorithms.fedtc.training_set import TrainingSet
-from aggregator.config.schema import MAX_MULTIPLE, Robust
+from aggregator.config.schema import Robust
+from aggregator.coordination.bounds import (
+    MAX_MULTIPLE,
+    MEAN_DISTANCE,
+    MEDIAN_DEVICES,
+    SUM_DISTANCE,
+    device_factors,
+    is_common,
+    limiting_factors,
+)
 from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.outlier_detection import (
     COHORT,
@@ -26,7 +35,6 @@ from aggregator.training.robust.outlier_detection import (
     joined_judgment,
     judge,
 )
-from aggregator.training.robust.outlier_detection import MIN_DEVICES as COMMON_DEVICES
 from aggregator.training.robust.outlier_statistics import (
     TINY,
     ClassMeans,
@@ -37,10 +45,8 @@ from aggregator.training.robust.outlier_statistics import (
 )
 from aggregator.training.robust.scatter import scatter_set
 from aggregator.training.robust.weights import (
-    MIN_DEVICES,
     Counting,
     counting,
-    device_factors,
     limited,
     prototype_weights,
     stated_images,
@@ -49,17 +55,13 @@ from aggregator.training.robust.weights import (
 ROWS = 256
 """Devices that are compared with all at once."""
 
-SUMS_DISTANCE = 1.5
-"""Times the expected distance from which on class sums count in part. Of honest devices in like places none is there:
-their head does not depend on which of them has an image."""
-
 
 def limited_means(parts: Sequence[Prototypes]) -> list[Prototypes]:
     """Return one part per device, in which no mean of a class is farther from the median than expected.
 
     All prototypes that a device has of a class move together, straight towards the coordinate-wise median of the
     devices' means. Devices that resemble another one stay, as in another place (`explained`), and so do classes of
-    fewer than MIN_DEVICES devices.
+    fewer than MEDIAN_DEVICES devices.
     """
     cohorts = np.array_split(np.arange(len(parts)), math.ceil(len(parts) / COHORT))
     return [part for cohort in cohorts for part in _limited_means([parts[at] for at in cohort])]
@@ -67,16 +69,10 @@ def limited_means(parts: Sequence[Prototypes]) -> list[Prototypes]:
 
 def _limited_means(parts: Sequence[Prototypes]) -> list[Prototypes]:
     named = {f"{number:06}": part for number, part in enumerate(parts)}
-    summarized = summaries(named)
-    classes = {
-        label: one
-        for label in np.unique(np.concatenate([part.every[0] for part in parts])).tolist()
-        if len((one := class_means(summarized, label)).devices) >= MIN_DEVICES
-    }
-    medians = {label: one.median for label, one in classes.items()}
+    classes = list(_compared(summaries(named), MEAN_DISTANCE))
+    medians = {label: one.median for label, one, _ in classes}
     changed: dict[str, Prototypes] = {}
-    for label, one in classes.items():
-        factors = 1 / np.sqrt(np.maximum(distances(one).ratios, TINY))
+    for label, one, factors in classes:
         far = np.flatnonzero(factors < 1)
         for at in far[~explained(one, far, label, medians)].tolist():
             device = one.devices[at]
@@ -96,18 +92,27 @@ def _moved(part: Prototypes, label: int, move: NDArray[np.float32]) -> Prototype
 def distance_factors(parts: Mapping[str, DeviceSummary], *, classes: int) -> dict[str, NDArray[np.float64]]:
     """Return how much each device's sum of each class counts (C,), for devices that do not count fully.
 
-    Sums are integers and cannot be moved. A device whose mean is SUMS_DISTANCE times as far from the median as expected
+    Sums are integers and cannot be moved. A device whose mean is SUM_DISTANCE times as far from the median as expected
     or farther has the effect on the class of one at that distance, whether or not other devices resemble it.
     """
-    found: dict[str, NDArray[np.float64]] = {}
-    for label in range(classes):
-        one = class_means(parts, label)
-        if len(one.devices) < MIN_DEVICES:
-            continue
-        factors = SUMS_DISTANCE / np.sqrt(np.maximum(distances(one).ratios, TINY))
+    factors_of: dict[str, NDArray[np.float64]] = {}
+    for label, one, factors in _compared(parts, SUM_DISTANCE):
         for at in np.flatnonzero(factors < 1).tolist():
-            found.setdefault(one.devices[at], np.ones(classes))[label] = factors[at]
-    return found
+            factors_of.setdefault(one.devices[at], np.ones(classes))[label] = factors[at]
+    return factors_of
+
+
+def _compared(
+    parts: Mapping[str, DeviceSummary], multiple: float
+) -> Iterator[tuple[int, ClassMeans, NDArray[np.float64]]]:
+    """Yield each class of MEDIAN_DEVICES devices and more, its means, and what brings them to a distance (K,).
+
+    That is a multiple of the distance from the median that is expected of an honest device.
+    """
+    for label in sorted({label for part in parts.values() for label in part.classes}):
+        one = class_means(parts, label)
+        if len(one.devices) >= MEDIAN_DEVICES:
+            yield label, one, limiting_factors(np.sqrt(np.maximum(distances(one).ratios, TINY)), multiple)
 
 
 def explained(
@@ -133,10 +138,6 @@ def explained(
         ],
         dtype=np.bool_,
     )
-
-
-MIN_COMMON_SHARE = 1 / 3
-"""Share of the prototypes, by weight, that classes on COMMON_DEVICES devices need for the others to be limited."""
 
 
 def judged_set(
@@ -215,21 +216,21 @@ def combine(
     """
     arrays = arrays or Arrays()
     if any(part.block is not None for part in parts):
-        made = scatter_set(
+        data = scatter_set(
             limited_means(parts) if max_multiple else parts,
             num_classes=num_classes,
-            factors=device_factors(parts, multiple=max_multiple),
+            factors=device_factors(stated_images(parts), multiple=max_multiple),
             max_multiple=max_multiple,
             arrays=arrays,
         )
-        return replace(made, common=_common(parts, made.labels, made.counted_images, disputed))
+        return replace(data, common=_common(parts, data.labels, data.counted_images, disputed))
     weights = np.concatenate(prototype_weights(parts, multiple=max_multiple))
     parts = limited(parts, multiple=max_multiple)
-    data = pool(limited_means(parts) if max_multiple else parts, arrays)
+    pooled = pool(limited_means(parts) if max_multiple else parts, arrays)
     return TrainingSet(
-        *(data.values, data.labels, data.counts, num_classes),
+        *(pooled.values, pooled.labels, pooled.counts, num_classes),
         weights=weights,
-        common=_common(parts, data.labels, weights, disputed),
+        common=_common(parts, pooled.labels, weights, disputed),
         devices=np.repeat(np.arange(len(parts)), [len(part.labels) for part in parts]),
         arrays=arrays,
     )
@@ -241,11 +242,6 @@ def _common(
     weights: NDArray[np.float64],
     disputed: Collection[int],
 ) -> NDArray[np.bool_]:
-    """Return the prototypes (m,) of undisputed classes on COMMON_DEVICES devices; all, if these are too few.
-
-    Outlier detection checks these classes. Of others, a single device could decide what all classes share.
-    """
-    devices = np.bincount(np.concatenate([np.unique(part.every[0]) for part in parts]))
-    common = (devices[labels] >= COMMON_DEVICES) & ~np.isin(labels, list(disputed))
-    enough = weights[common].sum() >= MIN_COMMON_SHARE * weights.sum() and len(np.unique(labels[common])) > 1
-    return common if enough else np.ones_like(common)
+    """Return the prototypes (m,) of classes that may decide what all classes share, which disputed ones may not."""
+    devices = np.bincount(np.concatenate([np.unique(part.every[0]) for part in parts]))[labels]
+    return is_common(labels, np.where(np.isin(labels, list(disputed)), 0, devices), weights)

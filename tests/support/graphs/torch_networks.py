@@ -1,7 +1,7 @@
 """PyTorch in tests: a small network with its metadata, a faster exporter, and a program's graphs beside PyTorch."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
@@ -13,11 +13,12 @@ from torch._export.utils import _collect_all_valid_cia_ops
 from torch.export import decomp_utils, exported_program
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-from aggregator.algorithms.algorithm import Functions, RoundAlgorithm
+from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.graphs.parity import Graph, Tensors, opened, precise, random_case, require_equal
 from aggregator.graphs.program_export import Graphs
 from protocol.models.onnx_metadata import BackboneMetadata
 from protocol.models.preprocessing import Preprocessing
+from tests.support.graphs.training_references import Reference, reference_of
 
 EDGE = 16
 FEATURE_SIZE = 12
@@ -82,6 +83,7 @@ def check_all_cases(
     """Raise ProtofleetError if a graph differs from PyTorch in any of the cases."""
     functions = algorithm.functions(feature_size=feature_size, num_classes=num_classes, seed=0)
     run = {role: opened(file) for role, file in vars(graphs).items()}
+    reference = reference_of(algorithm, num_classes=num_classes) if functions.parameters else None
     for devices in FLEETS:
         for batch in BATCHES:
             tensors = random_case(
@@ -95,17 +97,17 @@ def check_all_cases(
             for role in ("init", "project", "head", *([] if functions.parameters else ["step"])):
                 apply = getattr(functions, role).apply
                 require_equal(run[role](tensors), apply(tensors), apply(precise(tensors)), what=role)
-            if functions.parameters:
-                _check_training(run["step"], functions, tensors)
+            if reference is not None:
+                _check_training(run["step"], functions.parameters, tensors, reference)
     nothing = {"feature": torch.zeros(0, feature_size), "labels": torch.zeros(0, dtype=torch.int64)}
     for name, value in functions.init.apply(nothing).items():
         assert torch.equal(run["init"](nothing)[name], value)
 
 
-def _check_training(step: Graph, functions: Functions, tensors: Tensors) -> None:
+def _check_training(step: Graph, names: Sequence[str], tensors: Tensors, reference: Reference) -> None:
     """Compare the first loss and gradients, and the losses and parameters of ten steps, with PyTorch's optimizer."""
-    ours = _steps_of_graph(step, functions, tensors)
-    theirs, exact = (_steps_of_torch(functions, each) for each in (tensors, precise(tensors)))
+    ours = _steps_of_graph(step, names, tensors, reference)
+    theirs, exact = (_steps_of_torch(names, each, reference) for each in (tensors, precise(tensors)))
     require_equal(*(each.first for each in (ours, theirs, exact)), what="the first step")
     rest = [each.rest for each in (ours, theirs, exact)]
     require_equal(*rest, what="ten steps", parameters=rest[0])
@@ -119,13 +121,13 @@ class Steps:
     rest: Tensors
 
 
-def _steps_of_torch(functions: Functions, tensors: Tensors) -> Steps:
-    parameters = {name: tensors[name].clone().requires_grad_() for name in functions.parameters}
-    optimizer = functions.optimizer(list(parameters.values()))
+def _steps_of_torch(names: Sequence[str], tensors: Tensors, reference: Reference) -> Steps:
+    parameters = {name: tensors[name].clone().requires_grad_() for name in names}
+    optimizer = reference.optimizer(list(parameters.values()))
     losses, gradients = [], list[dict[str, Tensor]]()
     for _ in range(STEPS):
         optimizer.zero_grad()
-        losses.append(functions.objective({**tensors, **parameters}))
+        losses.append(reference.objective({**tensors, **parameters}))
         torch.autograd.backward(losses[-1])
         gradients.append(
             {name: each.grad.clone() for name, each in parameters.items() if each.grad is not None}
@@ -136,13 +138,13 @@ def _steps_of_torch(functions: Functions, tensors: Tensors) -> Steps:
     return Steps({"loss": first, **gradients[0]}, {"losses": torch.stack(later), **after})
 
 
-def _steps_of_graph(step: Graph, functions: Functions, tensors: Tensors) -> Steps:
+def _steps_of_graph(step: Graph, names: Sequence[str], tensors: Tensors, reference: Reference) -> Steps:
     states, losses = [dict(tensors)], []
     for _ in range(STEPS):
         after = step(states[-1])
         losses.append(after.pop("loss"))
         changed = {name.removeprefix("next_"): value for name, value in after.items()}
         states.append({**states[-1], **changed})
-    gradients = functions.gradients(states[0], states[1])
-    parameters = {name: states[-1][name] for name in functions.parameters}
+    gradients = {name: reference.gradient(name, states[0], states[1]) for name in names}
+    parameters = {name: states[-1][name] for name in names}
     return Steps({"loss": losses[0], **gradients}, {"losses": torch.stack(losses[1:]), **parameters})

@@ -39,7 +39,7 @@ AGGREGATOR = (
     ("aggregator.heads.sum_lists:SecondOperatorLists.take:before", "listed"),
     (f"{LIST}:before", "listed"),  # the reply
     (f"{LIST}:after", "opened"),
-    ("aggregator.heads.schedule:Schedule._run:after", "opened"),
+    ("aggregator.heads.schedule:Schedule._begin:after", "opened"),
     ("aggregator.heads.schedule:store_head:before", "opened"),
     ("aggregator.heads.next_head:put_sums:after", "opened"),  # in the transaction that stores the head
     ("aggregator.heads.schedule:store_head:after", "a head"),

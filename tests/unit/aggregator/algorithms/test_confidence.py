@@ -50,7 +50,7 @@ def test_confidence_follows_the_map(values: list[float], counts: tuple[list[int]
     found = fit_map(*map(np.array, counts), classes=2)
     logits = np.array([[max(each, 0.01), 0] for each in sorted(values)], np.float32)
     after = calibrated(logits, found)[:, 0]
-    np.testing.assert_allclose(after, np.maximum(found.of(logits[:, 0]), MIN_LEAD), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(after, np.maximum(found.mapped(logits[:, 0]), MIN_LEAD), rtol=1e-4, atol=1e-5)
     assert (np.diff(after) >= -1e-5).all()
 
 

@@ -139,7 +139,7 @@ def test_classes_that_overlap_have_the_discriminant() -> None:
     rows = np.rint(np.clip(values, -127, 127)).astype(np.int8)
     found = solve(moments(rows, labels))
     assert found.error > LEAST_EXPLAINED * (1 - 1 / 3)
-    predicted = found.layer.of(rows.astype(np.float32)).argmax(axis=1)
+    predicted = found.layer.outputs(rows.astype(np.float32)).argmax(axis=1)
     assert (predicted[labels == 1] == 1).mean() > 0.6
     assert (predicted == labels).mean() > 0.75
 
@@ -148,7 +148,7 @@ def test_rare_class_is_predicted() -> None:
     """The regression is that of a fleet with as many images of each class."""
     rows, labels = rows_of(3, (400, 400, 400, 6))
     layer = solve(moments(rows, labels)).layer
-    found = layer.of(rows.astype(np.float32)).argmax(axis=1)
+    found = layer.outputs(rows.astype(np.float32)).argmax(axis=1)
     assert (found[labels == 3] == 3).mean() > 0.8
 
 
@@ -165,7 +165,7 @@ def test_few_rows_give_a_finite_head(counts: tuple[int, ...]) -> None:
     rows, labels = rows_of(5, counts)
     found = solve(moments(rows, labels))
     assert np.isfinite([found.error, *found.layer.bias, *found.layer.weight.ravel()]).all()
-    correct = found.layer.of(rows.astype(np.float32)).argmax(axis=1) == labels
+    correct = found.layer.outputs(rows.astype(np.float32)).argmax(axis=1) == labels
     assert correct.all() or max(counts) > 1
     assert correct.mean() > 0.5
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from aggregator.coordination.canary_comparison import CanaryResult
+from aggregator.coordination.canary_comparison import CanaryResult, compare
 from aggregator.coordination.canary_rollout import summary_of
 from aggregator.coordination.rollout_state import (
     Action,
@@ -255,6 +255,12 @@ def test_images_that_a_canary_claims_hardly_count() -> None:
     assert state.current == 2
     assert isinstance(done[-1], Activate)
     assert done[-1].reason.startswith("accuracy 91.6% (1099/1200) on 3 of 5 canaries, 91.0% (1092/1200)")
+
+
+def test_all_images_of_two_canaries_count() -> None:
+    """As everywhere, two devices have no median that outweighs one of them."""
+    few, many = CanaryResult(9, 10, 9), CanaryResult(900, 1000, 880)
+    assert (compare([few, many], 0.2).correct, compare([few, many], 0.2).images) == (909, 1010)
 
 
 def test_few_devices_online_do_not_decide_for_many() -> None:

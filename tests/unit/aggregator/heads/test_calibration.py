@@ -17,6 +17,7 @@ from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.cli import cli
 from aggregator.config.schema import Limits, Robust
+from aggregator.coordination.bounds import FLEET_SHARE
 from aggregator.coordination.rollout_state import Settings
 from aggregator.coordination.round_state import Entry
 from aggregator.graphs.calibrated_head import UNCALIBRATED, logits_and_probabilities
@@ -37,7 +38,6 @@ from aggregator.tasks.task_preparation import Task
 from aggregator.training import calibration_job
 from aggregator.training.job_processes import Finished
 from aggregator.training.jobs import CalibrationJob, HeadJob, Result
-from aggregator.training.robust.weights import FLEET_SHARE
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, DifferentialPrivacy, Evaluation
 from tests.support.graphs.backbones import tiny_backbone

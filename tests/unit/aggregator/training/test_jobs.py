@@ -19,8 +19,8 @@ from aggregator.algorithms.algorithm import Contribution
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.tensors import unpack_tensors
-from aggregator.config.schema import MAX_MULTIPLE
 from aggregator.config.task_file import load_task
+from aggregator.coordination.bounds import MAX_MULTIPLE
 from aggregator.graphs.head_export import head_to_onnx
 from aggregator.storage.blobs import Blobs, FolderBlobs
 from aggregator.storage.open_store import open_store

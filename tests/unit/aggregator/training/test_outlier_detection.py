@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from numpy.typing import NDArray
 
+from aggregator.coordination.bounds import COMPARED_DEVICES
 from aggregator.intake.validation import Prototypes
-from aggregator.training.robust.outlier_detection import MIN_DEVICES, judge, outliers
+from aggregator.training.robust.outlier_detection import judge, outliers
 from aggregator.training.robust.outlier_statistics import (
     ClassSummary,
     DeviceSummary,
@@ -114,8 +115,8 @@ def test_scale_is_found_without_a_class_on_enough_devices() -> None:
 
 
 def test_too_few_devices_have_no_outliers() -> None:
-    """A class on fewer than MIN_DEVICES devices is not judged."""
-    parts = {**fleet(MIN_DEVICES - 2), "malicious": flipped(honest(9))}
+    """A class on fewer than COMPARED_DEVICES devices is not judged."""
+    parts = {**fleet(COMPARED_DEVICES - 2), "malicious": flipped(honest(9))}
     assert _judged(parts) == {}
     assert _judged({**parts, "another": honest(10)}).keys() == {"malicious"}
 

@@ -13,6 +13,7 @@ import pytest
 
 from aggregator.algorithms.statistics.moments import WHOLE, add, moments_of, no_rows
 from aggregator.config.schema import Robust
+from aggregator.coordination.bounds import counted_images, counted_scatter
 from aggregator.graphs.head_export import mapped
 from aggregator.intake.validation import Expectation, Prototypes, Refused
 from aggregator.storage.blobs import FolderBlobs
@@ -20,7 +21,7 @@ from aggregator.training import statistics_job as job_module
 from aggregator.training.jobs import Result, StatisticsJob, Workspace
 from aggregator.training.robust import outlier_detection
 from aggregator.training.robust.outlier_statistics import DeviceSummary, summarized
-from aggregator.training.robust.weights import Counting, counted_images, counted_scatter
+from aggregator.training.robust.weights import Counting
 from aggregator.training.statistics_job import added, run, weighted
 from aggregator.training.statistics_sums import submitted_moments
 from protocol.errors import ProtofleetError
