@@ -98,11 +98,28 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_storage_mb: Annotated[Annotated[float, Meta(gt=0, le=1e9)] | None, Meta(examples=[4096])] = None
     """Quota: MiB of all submissions."""
     uploads_per_hour: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(examples=[6000])] = None
-    """Quota: accepted submissions of all devices. As many at once after a pause."""
+    """Quota: accepted submissions of all devices."""
+    device_submissions_per_hour: Annotated[int, Meta(ge=1)] = 1000
+    """Accepted submissions of one device; at most half of `uploads_per_hour`."""
+    device_evaluations_per_hour: Annotated[int, Meta(ge=1)] = 1000
+    """Accepted evaluations of one device."""
+    device_mb_per_hour: Annotated[float, Meta(gt=0, le=1e9)] = 4096.0
+    """MiB of accepted uploads of one device; the upload that exceeds it is the last one."""
 
     @property
     def max_storage_bytes(self) -> int | None:
         return None if self.max_storage_mb is None else int(self.max_storage_mb * 1024**2)
+
+    @property
+    def submissions_of_device(self) -> int:
+        """Submissions of one device in an hour: never all of the fleet's, unless that is one."""
+        hourly = self.uploads_per_hour
+        most = self.device_submissions_per_hour
+        return most if hourly is None else min(most, max(1, hourly // 2))
+
+    @property
+    def device_bytes_per_hour(self) -> int:
+        return int(self.device_mb_per_hour * 1024**2)
 
 
 class PrivacyBudget(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,8 +187,6 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
     """New or renewed submissions that trigger the next training."""
     max_submission_mb: Annotated[float, Meta(gt=0, le=2048)] = 64.0
     """MiB; a larger submission is refused."""
-    unfinished_h: Annotated[float, Meta(gt=0, le=100_000)] = 24.0
-    """Hours after which an interrupted upload is deleted. The device may start it again."""
     devices: Annotated[
         Annotated[tuple[Name, ...], Meta(min_length=1)] | None,
         Meta(examples=[["shed-1", "shed-2", "shed-3"]]),

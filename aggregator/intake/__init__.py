@@ -1,1 +1,1 @@
-"""Uploads from devices: authenticated, reassembled, validated and stored."""
+"""Uploads from devices: authenticated, joined from their frames, validated and stored."""

@@ -1,4 +1,4 @@
-"""Intake of device uploads: frames are durable, in batches, before any of them is acknowledged.
+"""Intake of device uploads.
 
 A disk that cannot be written stops the intake and nothing else: receipts ask devices to keep their uploads and try
 again, until there is space and a trial write succeeds.
@@ -6,14 +6,14 @@ again, until there is space and a trial write succeeds.
 
 import contextlib
 import logging
+import os
+import shutil
 import time
 from collections.abc import Iterable, Iterator
-from shutil import disk_usage
 
 from aggregator.intake import intake_status
-from aggregator.intake.chunk_store import ChunkStore
 from aggregator.intake.intake_status import IntakeStatus
-from aggregator.intake.reassembly import Complete, Reassembly
+from aggregator.intake.open_uploads import OpenUploads
 from aggregator.intake.validation import Refused
 from aggregator.storage.store import Store
 from protocol.errors import StateError
@@ -23,8 +23,13 @@ from protocol.wire.messages import Frame, Receipt
 
 log = logging.getLogger(__name__)
 
+UNFINISHED_S = 24 * 3600.0
+"""Seconds without a frame after which an upload is deleted."""
+
 TRIAL_S = 3.0
 """Seconds between trials of a stopped intake."""
+
+TRIAL_BYTES = 64 * 1024
 
 EXPIRY_S = 60.0
 """Seconds between searches for uploads that were given up."""
@@ -42,46 +47,31 @@ MAX_DETAIL = 500
 
 
 class Uploads:
-    """The uploads of devices, of at most `max_bytes`, until they are complete.
+    """The uploads of devices, of at most `max_bytes`, until they are whole."""
 
-    An unfinished one is deleted after `unfinished_s` seconds without a frame. Raises StateError like `commit`.
-    """
-
-    def __init__(self, store: Store, *, max_bytes: int, unfinished_s: float) -> None:
+    def __init__(self, store: Store, *, max_bytes: int) -> None:
         self._store = store
         self._folder = store.folder
         self._max_bytes = max_bytes
-        self._unfinished_s = unfinished_s
-        self._chunks = ChunkStore(self._folder)
         self.status = IntakeStatus()
         """Its status."""
         self._is_known = False
         """Why the intake is still stopped is logged."""
         self._trial_s = self._expiry_s = self._check_s = 0.0
         intake_status.create(self._folder)
-        self._reassembly = self._load()
+        self._open = self._begin()
 
-    def _load(self) -> Reassembly:
-        """Continue the transfers on the disk, without those that were accepted meanwhile."""
-        transfers, now_s = self._chunks.load(), self._store.clock.now_s()
-        for each in transfers:
-            each.seen_s = min(each.seen_s, now_s)  # the files may be newer than the database
-        reassembly = Reassembly(
-            max_bytes=self._max_bytes,
-            holds=self._store.holds,
-            transfers=transfers,
-            read=self._chunks.read,
-        )
-        self._chunks.commit([], reassembly.ended)
-        reassembly.settle()
-        return reassembly
+    def _begin(self) -> OpenUploads:
+        """Delete the files of unfinished uploads: devices send again what has no receipt."""
+        folder = self._folder / "incoming"
+        with state_errors(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(exist_ok=True)
+        return OpenUploads(folder=folder, max_bytes=self._max_bytes, holds=self._store.holds)
 
     @property
     def is_stopped(self) -> bool:
         return self.status.stopped_s is not None
-
-    def close(self) -> None:
-        self._chunks.close()
 
     def count_refusal(self, device: str, refused: Refused) -> None:
         """Count a refused message for `aggregator status`; log the first of its device and reason."""
@@ -89,10 +79,10 @@ class Uploads:
         if self._store.refusals.count(device, reason=reason, detail=detail, now_s=time.time()):
             event(log, logging.WARNING, "message refused", device=device, reason=reason, detail=detail)
 
-    def take(self, device: str, frame: Frame) -> Receipt | Complete | None:
-        """Add a frame as `Reassembly.take` does; the ranges of a receipt are durable once `commit` has returned."""
+    def take(self, device: str, frame: Frame) -> Receipt | bytes | None:
+        """Add a frame as `OpenUploads.take` does."""
         if not self.is_stopped:
-            return self._reassembly.take(device, frame, now_s=self._store.clock.now_s())
+            return self._open.take(device, frame, now_s=time.monotonic())
         if frame.offset + len(frame.data) < frame.size_bytes:
             return None
         self._store.database.check_file()  # what can still be read may be lost
@@ -101,24 +91,16 @@ class Uploads:
         detail = "the aggregator cannot store anything at the moment"
         return Receipt(digest=frame.digest, status="refused", reason="no_space", detail=detail)
 
-    def commit(self) -> None:
-        """Make all frames durable that were taken.
-
-        Raises StateError if the disk cannot be written. Call `stop`: then none of these frames counts as arrived.
-        """
-        arrived, ended = self._reassembly.pending(), self._reassembly.ended
-        if not self.is_stopped and (arrived or ended):
-            self._chunks.commit(arrived, ended)
-            self._reassembly.settle()
-
     def drop(self, devices: Iterable[str]) -> None:
         """Delete the unfinished uploads of devices, whose submissions an operator has deleted."""
         for device in devices:
-            self._reassembly.drop_device(device)
-        self.commit()
+            self._open.drop_device(device)
 
     def stop(self, error: StateError) -> None:
-        """Stop the intake, because something could not be stored."""
+        """Stop the intake, because something could not be stored.
+
+        Unfinished uploads are deleted: they may be what fills the disk.
+        """
         if self.is_stopped:
             log.debug("%s", error)
             return
@@ -126,6 +108,7 @@ class Uploads:
         self._is_known = False
         text = "intake stopped: free space, fix permissions, or restore the database or object store"
         event(log, logging.ERROR, text, reason=error)
+        self._open.clear()
         self._set_status(IntakeStatus(time.time(), str(error)))
 
     @contextlib.contextmanager
@@ -145,10 +128,8 @@ class Uploads:
             self._check_database(now_s)
         if now_s >= self._expiry_s:
             self._expiry_s = now_s + EXPIRY_S
-            for device, digest in self._reassembly.expire(self._store.clock.now_s() - self._unfinished_s):
+            for device, digest in self._open.expire(now_s - UNFINISHED_S):
                 event(log, logging.INFO, "unfinished upload deleted", device=device, digest=digest)
-            with self.guard():
-                self.commit()
         return False
 
     def _check_database(self, now_s: float) -> None:
@@ -161,22 +142,33 @@ class Uploads:
 
     def check_writable(self, size_bytes: int) -> None:
         """Raise StateError unless there is room for so many bytes, at most an upload's, also in the database."""
-        self._chunks.check_writable(self._room(size_bytes))
+        size_bytes = min(size_bytes, self._max_bytes, MAX_ROOM_BYTES)
+        trial = self._folder / ".trial"
+        with state_errors(trial):
+            disk = shutil.disk_usage(self._folder)
+            if disk.total and disk.free < size_bytes:  # some file systems say 0
+                raise StateError(
+                    f"not enough disk space in {self._folder}: {size_bytes / 1e6:.1f} MB needed, "
+                    f"{disk.free / 1e6:.1f} MB available"
+                )
+            try:
+                with trial.open("wb") as file:
+                    file.write(bytes(TRIAL_BYTES))
+                    file.flush()
+                    os.fsync(file.fileno())
+            finally:
+                trial.unlink(missing_ok=True)
         self._store.database.check_writable()
         self._store.blobs.check_writable()
-
-    def _room(self, size_bytes: int) -> int:
-        return min(size_bytes, self._max_bytes, MAX_ROOM_BYTES)
 
     def _resume(self) -> bool:
         self._trial_s = time.monotonic() + TRIAL_S
         try:
             with state_errors(self._folder):
-                room_bytes = int(disk_usage(self._folder).total * ROOM_SHARE)
-            self._chunks.make_room(self._room(room_bytes))  # unfinished uploads may be what fills the disk
+                room_bytes = int(shutil.disk_usage(self._folder).total * ROOM_SHARE)
             self.check_writable(room_bytes)
             self._store.database.check()
-            self._reassembly = self._load()
+            self._open = self._begin()
         except StateError as error:
             if str(error) != self.status.reason:
                 level = logging.DEBUG if self._is_known else logging.WARNING

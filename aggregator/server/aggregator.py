@@ -64,11 +64,7 @@ class Aggregator:
         require_not_replaced(store.facts.get(Duplicate) or Duplicate(), command=TAKE_OVER)
         key, fleet = identity_of(store.folder), task.file.fleet
         presence = OwnPresence(epoch=_next_epoch(task, store), topic=fleet_topic(fleet, "state"), key=key)
-        self._uploads = Uploads(
-            store,
-            max_bytes=int(task.file.max_submission_mb * 1024**2),
-            unfinished_s=task.file.unfinished_h * 3600,
-        )
+        self._uploads = Uploads(store, max_bytes=int(task.file.max_submission_mb * 1024**2))
         self._training = Schedule(task, store, on_event=events.put)
         self._releases = Rollout(task, store)
         self._sum_reply = fleet_topic(fleet, "sums/reply")

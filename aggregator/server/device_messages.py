@@ -12,7 +12,6 @@ from aggregator.intake.accepted_submissions import AcceptedSubmissions
 from aggregator.intake.evaluation_validation import check_evaluation
 from aggregator.intake.frame_authentication import FrameAuthenticator
 from aggregator.intake.quotas import Quotas
-from aggregator.intake.reassembly import Complete
 from aggregator.intake.uploads import Uploads
 from aggregator.intake.validation import Refused, count_rows, read_message
 from aggregator.messaging.blob_sender import BlobSender
@@ -75,9 +74,10 @@ class _Report:
 
 @dataclass(frozen=True)
 class _Upload:
-    """A complete upload that was validated."""
+    """A whole upload that was validated."""
 
-    payload: Complete
+    digest: bytes
+    payload: bytes
     message: Submission | Evaluation
     record: SubmissionRecord | None
     """The row of a submission; None for an evaluation."""
@@ -122,7 +122,7 @@ class DeviceMessages:
         self._quotas = Quotas(self.store, self.task.file.limits, task=self.task.digest)
 
     def read(self, topic: str, payload: bytes) -> None:
-        """Decode, authenticate, reassemble and validate a message; raises StateError if the store cannot be read."""
+        """Decode, authenticate and validate a message; raises StateError if the disk cannot be used."""
         device, channel = UNKNOWN_DEVICE, ""
         try:
             where = parse_device_topic(topic)
@@ -152,6 +152,7 @@ class DeviceMessages:
         self._complete.clear()
         self._read_bytes = 0
         self.accepted.discard()
+        self._quotas.discard()
 
     def _read(self, device: str, channel: str, payload: bytes) -> _Item | None:
         if channel not in {"up", "get"}:
@@ -246,13 +247,13 @@ class DeviceMessages:
             raise
 
     def _take_frame(self, device: str, frame: FrameView) -> _Upload | None:
-        """Authenticate a frame and add it to its upload; return the upload if it is complete."""
+        """Authenticate a frame and add it to its upload; return the upload if it is whole."""
         try:
             self._check_known(device)
             self._authenticator.check(device, frame, may_pin=not self.uploads.is_stopped)
-            outcome = self._reassemble(device, frame)
-            if isinstance(outcome, Complete):
-                return self._read_upload(device, outcome)
+            outcome = self._add_frame(device, frame)
+            if isinstance(outcome, bytes):
+                return self._read_upload(device, frame.digest, outcome)
         except Refused as refused:
             self._answer_refused(device, frame.digest, refused)
             raise
@@ -260,7 +261,7 @@ class DeviceMessages:
             self._answer(device, outcome)
         return None
 
-    def _reassemble(self, device: str, frame: FrameView) -> Receipt | Complete | None:
+    def _add_frame(self, device: str, frame: FrameView) -> Receipt | bytes | None:
         is_last = frame.offset + len(frame.data) >= frame.size_bytes
         if (refused := self._refused.get(device)) is not None and refused[0] == frame.digest:
             if is_last:
@@ -272,36 +273,36 @@ class DeviceMessages:
             return None
         return self.uploads.take(device, frame)
 
-    def _read_upload(self, device: str, upload: Complete) -> _Upload:
+    def _read_upload(self, device: str, digest: bytes, payload: bytes) -> _Upload:
         """Validate an upload; the payload of a submission that counts is written before the transaction."""
         message: Submission | Evaluation | None = None
         try:
-            message = read_message(upload.payload)
+            message = read_message(payload)
             if isinstance(message, Evaluation):
                 check_evaluation(message, self.task.expectation, newest_head=self.view.heads.newest)
                 record = None
             else:
-                record = self._record(device, message, upload)
+                record = self._record(device, message, digest, len(payload))
         except Refused as refused:
             if not isinstance(message, Evaluation):
-                self._remember(device, upload.digest, refused)
+                self._remember(device, digest, refused)
             raise
         if record is not None and self.view.judge(record, self.view.submission(device)).verdict == "new":
-            self.accepted.prepare(upload.digest, upload.payload)
-        self._complete.add((device, upload.digest))
-        self._read_bytes += len(upload.payload)
-        return _Upload(upload, message, record)
+            self.accepted.prepare(digest, payload)
+        self._complete.add((device, digest))
+        self._read_bytes += len(payload)
+        return _Upload(digest, payload, message, record)
 
-    def _record(self, device: str, submission: Submission, upload: Complete) -> SubmissionRecord:
+    def _record(
+        self, device: str, submission: Submission, digest: bytes, size_bytes: int
+    ) -> SubmissionRecord:
         per_class = count_rows(submission, self.task.expectation)
         if isinstance(submission.mask, SealedMask):
             self._check_mask(device, submission, submission.mask)
         return SubmissionRecord(
             device=device,
-            entry=round_state.Entry(
-                submission.sequence, upload.digest, self.store.clock.now_s(), submission.round
-            ),
-            size_bytes=len(upload.payload),
+            entry=round_state.Entry(submission.sequence, digest, self.store.clock.now_s(), submission.round),
+            size_bytes=size_bytes,
             images=submission.images,
             prototypes=sum(per_class.values()),
             per_class=per_class,
@@ -323,13 +324,13 @@ class DeviceMessages:
 
     def _store_upload(self, device: str, upload: _Upload) -> None:
         """Judge, store and answer an upload; raises Refused."""
-        digest, message, record = upload.payload.digest, upload.message, upload.record
+        digest, message, record = upload.digest, upload.message, upload.record
         try:
             self._check_known(device)
             if isinstance(message, Evaluation):
-                self._store_evaluation(device, message, digest)
+                self._store_evaluation(device, message, upload)
             elif record is not None:
-                self._store_submission(message, record, upload.payload.payload)
+                self._store_submission(message, record, upload.payload)
         except Refused as refused:
             if record is not None:
                 self._remember(device, digest, refused)
@@ -339,14 +340,13 @@ class DeviceMessages:
 
     def _store_submission(self, submission: Submission, record: SubmissionRecord, payload: bytes) -> None:
         device = record.device
-        self._quotas.check_submission(device, record.size_bytes)
-        before = self.view.submission(device)
-        verdict = self.view.judge(record, before)
+        verdict = self.view.judge(record, self.view.submission(device))
         self._check_verdict(verdict, submission.round)
         if verdict.verdict == "new":
+            self._quotas.count_submission(record)
             record = replace(record, entry=verdict.counted_entry or record.entry)
             self.accepted.add(record, payload)
-        self._quotas.count_upload()
+            self.view.put(record)
         if submission.privacy is not None:
             self.store.devices.raise_epsilon(device, submission.privacy.total_epsilon)
 
@@ -364,9 +364,10 @@ class DeviceMessages:
                     now = f"all {settings.rounds} rounds are over"
                 raise Refused(reason, f"the submission is for round {number}, but {now}")
 
-    def _store_evaluation(self, device: str, evaluation: Evaluation, digest: bytes) -> None:
+    def _store_evaluation(self, device: str, evaluation: Evaluation, upload: _Upload) -> None:
         if evaluation.head_version not in self.view.heads.retained:
             return  # nothing depends on it any more
+        self._quotas.count_evaluation(device, len(upload.payload))
         version, correct = evaluation.head_version, sum(evaluation.correct)
         images = correct + sum(evaluation.incorrect)
         if evaluation.problem:
@@ -378,7 +379,7 @@ class DeviceMessages:
             self._log.event(logging.INFO, "head evaluated", device=device, head=version, accuracy=accuracy)
         else:
             self._log.event(logging.INFO, "head in use", device=device, head=version)
-        self.store.evaluations.put(device, evaluation, digest=digest, now_s=time.time())
+        self.store.evaluations.put(device, evaluation, digest=upload.digest, now_s=time.time())
 
 
 def _refusal(error: MalformedMessage | Refused, channel: str) -> Refused:

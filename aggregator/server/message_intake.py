@@ -49,12 +49,12 @@ class MessageIntake:
         try:
             self._store(messages)
             self._accepted.log()
-            self.uploads.commit()
         except StateError as error:
             self.uploads.stop(error)
             self._messages.discard()
             for message in messages:  # again, now that the intake is stopped
                 with self.uploads.guard():
+                    self.view.begin_batch()
                     self._messages.read(message.topic, message.payload)
                     self._messages.store_items()
         receipts, self._messages.receipts = self._messages.receipts, []
@@ -68,7 +68,7 @@ class MessageIntake:
         Most of the work comes before the transaction, in which no other program can write. The blobs of a folder get
         their names within it, since `aggregator forget` deletes a device's.
         """
-        self.view.refresh()
+        self.view.begin_batch()
         with self.store.snapshot():
             for message in messages:
                 self._messages.read(message.topic, message.payload)
@@ -93,4 +93,3 @@ class MessageIntake:
 
     def close(self) -> None:
         self.publisher.stop()
-        self.uploads.close()

@@ -33,6 +33,13 @@ class StoreView:
         """The aggregator sets them."""
         self.deleted: set[str] = set()
         """Devices whose submissions another process has deleted; the caller clears it."""
+        self._submissions: dict[str, SubmissionRecord | None] = {}
+        """The submissions that were read or stored in this batch."""
+
+    def begin_batch(self) -> None:
+        """Read what has changed since the batch before; raises StateError."""
+        self._submissions.clear()
+        self.refresh()
 
     def refresh(self) -> None:
         """Read what other processes have changed; raises StateError."""
@@ -41,10 +48,17 @@ class StoreView:
         newest = self._store.newest_change()
         self.deleted |= self._store.submissions.deleted(self._task, since=self._change)
         self._change, self._data_version = newest, version
+        self._submissions.clear()
 
     def submission(self, device: str) -> SubmissionRecord | None:
         """Return a device's stored submission; raises StateError if it cannot be read."""
-        return self._store.submissions.get(self._task, device)
+        if device not in self._submissions:
+            self._submissions[device] = self._store.submissions.get(self._task, device)
+        return self._submissions[device]
+
+    def put(self, record: SubmissionRecord) -> None:
+        """Take note of a submission that this batch stores."""
+        self._submissions[record.device] = record
 
     def judge(self, record: SubmissionRecord, stored: SubmissionRecord | None) -> rounds.SubmissionVerdict:
         """Judge a submission by the device's stored one."""

@@ -8,7 +8,6 @@ from msgspec.structs import replace
 from aggregator.coordination import canary_rollout, round_state
 from aggregator.coordination.collection import closes_at_s, wanted_devices
 from aggregator.intake import intake_status
-from aggregator.intake.quotas import upload_tokens
 from aggregator.security.key_rotation import key_certificates, root_of
 from aggregator.status import model
 from aggregator.status.attention import attention_of
@@ -19,7 +18,8 @@ from aggregator.status.privacy import privacy_of, second_operator_of
 from aggregator.status.rows import Rows, read_rows
 from aggregator.storage.devices import counts
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import LostFiles, SigningKey, TaskPreparation, UploadTokens
+from aggregator.storage.stored_values import LostFiles, SigningKey, TaskPreparation
+from aggregator.storage.usage import FLEET
 from protocol.cli import counted
 from protocol.storage.blobstore import file_digest
 from protocol.wire.presence import Duplicate
@@ -129,14 +129,12 @@ def _collection_problem(rows: Rows) -> str:
 
 def _quotas(rows: Rows) -> model.Quotas:
     store, limits = rows.store, rows.served.limits
-    hourly, uploads = limits.uploads_per_hour, 0.0
-    if hourly is not None:
-        tokens = upload_tokens(hourly, store.facts.get(UploadTokens))
-        uploads = hourly - tokens.available("", now_s=store.clock.now_s())
+    hourly = limits.uploads_per_hour
+    uploads = 0 if hourly is None else store.usages.of(FLEET, now_s=store.clock.now_s()).submissions
     return model.Quotas(
         devices=model.Quota(used=store.keys.valid(), limit=limits.max_devices),
         storage_bytes=model.Quota(used=store.submissions.stored_bytes(), limit=limits.max_storage_bytes),
-        uploads=model.Quota(used=round(uploads, 2), limit=hourly),
+        uploads=model.Quota(used=uploads, limit=hourly),
     )
 
 

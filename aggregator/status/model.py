@@ -107,7 +107,8 @@ class Quotas(msgspec.Struct, frozen=True, kw_only=True):
     devices: Annotated[Quota, Meta(description="Devices with a valid key: `max_devices`.")]
     storage_bytes: Annotated[Quota, Meta(description="Submissions of all tasks: `max_storage_mb`.")]
     uploads: Annotated[
-        Quota, Meta(description="Submissions accepted lately: `uploads_per_hour`; 0 if that is not set.")
+        Quota,
+        Meta(description="Submissions accepted within the hour: `uploads_per_hour`; 0 if that is not set."),
     ]
 
     def usages(self) -> Iterator[tuple[Quota, str]]:

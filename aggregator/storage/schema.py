@@ -21,11 +21,16 @@ MIGRATIONS = (
         sequence INTEGER NOT NULL, round INTEGER NOT NULL, received_s REAL NOT NULL, size_bytes INTEGER NOT NULL,
         images INTEGER NOT NULL, prototypes INTEGER NOT NULL, per_class TEXT NOT NULL, PRIMARY KEY (task, device)
     ) STRICT;
-    CREATE INDEX submission_digests ON submissions (device, digest);
+    CREATE INDEX submission_digests ON submissions (device, digest, size_bytes);
     CREATE INDEX submission_changes ON submissions (task, changed);
     CREATE INDEX submission_rounds ON submissions (task, round);
     CREATE TABLE deletions (
         task BLOB NOT NULL, device TEXT NOT NULL, number INTEGER NOT NULL, PRIMARY KEY (task, device)
+    ) STRICT;
+    CREATE INDEX deletion_numbers ON deletions (number);
+    CREATE TABLE usage (
+        device TEXT PRIMARY KEY, since_s REAL NOT NULL, submissions INTEGER NOT NULL, evaluations INTEGER NOT NULL,
+        size_bytes INTEGER NOT NULL
     ) STRICT;
     CREATE TABLE lost_submissions (
         task BLOB NOT NULL, device TEXT NOT NULL, digest BLOB NOT NULL, since_s REAL NOT NULL,

@@ -15,6 +15,7 @@ from aggregator.storage.devices import REVOKED, DeviceKeys, Devices, ForgottenDe
 from aggregator.storage.heads import Evaluations, HeadRecord, Heads, OperatorCommands
 from aggregator.storage.stored_values import LostFiles, ServedTask, TaskPreparation
 from aggregator.storage.submissions import Submissions
+from aggregator.storage.usage import Usages
 from protocol.errors import StateError
 from protocol.storage.blobstore import state_errors
 from protocol.storage.elapsed_clock import ElapsedClock
@@ -71,6 +72,7 @@ class Store:
         self.devices = Devices(database, self.keys)
         self.refusals = Refusals(database, self.facts)
         self.submissions = Submissions(database)
+        self.usages = Usages(database)
         self.evaluations = Evaluations(database)
         self.forgotten = ForgottenDevices(database)
         self.heads = Heads(database, self.forgotten, self.evaluations)

@@ -55,13 +55,6 @@ class ManifestNumbers(msgspec.Struct, frozen=True):
     key: str
 
 
-class UploadTokens(msgspec.Struct, frozen=True):
-    """The bucket of `limits.uploads_per_hour`: the uploads left after the last one, and its time (elapsed seconds)."""
-
-    left: float
-    at_s: float
-
-
 class EarlierRefusals(msgspec.Struct, frozen=True):
     """Messages that were refused before their devices got other keys, by reason."""
 

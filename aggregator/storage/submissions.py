@@ -77,14 +77,26 @@ class Submissions:
             self.put(task, recounted(record))
         return len(adopted)
 
-    def stored_bytes(self, *, task: bytes = b"", without: str = "") -> int:
-        """Return the size of the submissions to all tasks, without one device's to one task; an adopted one is one."""
+    def stored_bytes(self) -> int:
+        """Return the size of the submissions to all tasks; an adopted one is one."""
         ((size,),) = self._database.read(
-            "SELECT COALESCE(SUM(size_bytes), 0) FROM (SELECT DISTINCT device, digest, size_bytes FROM submissions "
-            "WHERE NOT (task = ? AND device = ?)) AS stored",
-            *(task, without),
+            "SELECT COALESCE(SUM(size_bytes), 0) FROM "
+            "(SELECT DISTINCT device, digest, size_bytes FROM submissions) AS stored"
         )
         return int(size)
+
+    def added_bytes(self, task: bytes, device: str, *, digest: bytes, size_bytes: int) -> int:
+        """Return what a submission would add to `stored_bytes` in place of the device's previous one to the task."""
+        rows = self._database.read(
+            "SELECT task, digest, size_bytes FROM submissions WHERE device = ?", device
+        )
+        before = {stored: size for _, stored, size in rows}
+        after = {stored: size for other, stored, size in rows if other != task} | {digest: size_bytes}
+        return int(sum(after.values()) - sum(before.values()))
+
+    def newest_deletion(self) -> int:
+        """Return a number that grows with each deletion."""
+        return int(self._database.read("SELECT coalesce(max(number), 0) FROM deletions")[0][0])
 
     def all(self, task: bytes) -> dict[str, SubmissionRecord]:
         return self._records("task = ? ORDER BY device", task)
@@ -132,7 +144,12 @@ class Submissions:
 
     def delete_task(self, task: bytes) -> None:
         """Delete all submissions and evaluations of a task, in a transaction of the caller."""
-        with change(self._database):
+        with change(self._database) as number:
+            self._database.write(  # of no device: `newest_deletion` grows
+                "INSERT INTO deletions VALUES (?, '', ?) ON CONFLICT (task, device) "
+                "DO UPDATE SET number = excluded.number",
+                *(b"", number),
+            )
             for table in ("submissions", "lost_submissions", "evaluations"):
                 self._database.write(f"DELETE FROM {table} WHERE task = ?", task)  # noqa: S608 - one of three
 

@@ -11,13 +11,13 @@ from tests.fuzz.messages import MESSAGES, SECOND_MOMENT, SIGNATURES, TOPICS
 from tests.fuzz.mutations import of_message
 from tests.fuzz.sums import SUM_REPLIES, SUM_REQUESTS
 from tests.fuzz.target import MIB, Target
-from tests.fuzz.transfers import ASSEMBLY, REASSEMBLY
+from tests.fuzz.transfers import OPEN_UPLOADS, UPLOAD
 from tests.fuzz.uploaded import UPLOADED
 
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
-        *(MESSAGES, TOPICS, SIGNATURES, ASSEMBLY, REASSEMBLY, DEVICE, AGGREGATOR, UPLOADED, GRAPHS),
+        *(MESSAGES, TOPICS, SIGNATURES, UPLOAD, OPEN_UPLOADS, DEVICE, AGGREGATOR, UPLOADED, GRAPHS),
         *(ARRAYS, METADATA, ENROLLMENT, SECOND_MOMENT, HTTP, SUM_REQUESTS, SUM_REPLIES),
     )
 }

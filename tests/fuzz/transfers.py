@@ -1,19 +1,15 @@
 """Frames of any content in any order, from several devices at once, compared with a model that stores single bytes."""
 
 import contextlib
+import functools
+import shutil
+from atexit import register
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import mkdtemp
 
-from aggregator.intake.assembly import Assembly
-from aggregator.intake.reassembly import (
-    MAX_RANGES,
-    PIECE_BYTES,
-    STRETCH_BYTES,
-    Complete,
-    Key,
-    Reassembly,
-    Transfer,
-)
+from aggregator.intake.open_uploads import MAX_RANGES, Key, OpenUploads
+from aggregator.intake.upload import PIECE_BYTES, STRETCH_BYTES, UPLOAD_BYTES, Upload
 from aggregator.intake.validation import Refused
 from protocol.errors import TransferError
 from protocol.wire.codec import digest_of
@@ -47,121 +43,106 @@ def _frame(size: int, offset: int, length: int, kind: int) -> Frame:
     return Frame(v=PROTOCOL_VERSION, digest=digest, size_bytes=announced, offset=offset, data=data)
 
 
-def assemble(data: bytes) -> None:
-    """Add any frames to an assembly: it holds the same bytes as the model, and returns the payload or refuses it."""
+@functools.cache
+def _folder() -> Path:
+    """Return a folder that is deleted at the end of the process."""
+    folder = Path(mkdtemp(prefix="fuzz-uploads-"))
+    register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def add_frames(data: bytes) -> None:
+    """Add any frames to an upload: it stores the same bytes as the model, and returns the payload or refuses it."""
     if not data:
         return
     size = data[0]
-    assembly = Assembly(DIGESTS[size], size)
+    upload = Upload(DIGESTS[size], size, path=_folder() / "upload")
     there: dict[int, int] = {}
-    stored: list[tuple[int, bytes]] = []
     for kind, offset, length in _operations(data[1:], 3):
         if kind == 0xFF:
-            stored += assembly.fresh
-            assembly.settle()
+            upload.flush()
             continue
         frame = _frame(size, offset, length, kind)
         try:
-            assembly.add(frame)
+            upload.add(frame)
         except TransferError:
             continue
         assert offset + len(frame.data) <= size
         for at, value in enumerate(frame.data, offset):
             there.setdefault(at, value)
-    assert assembly.held_bytes == len(there)
-    assert assembly.missing() == _ranges(set(range(size)) - there.keys())
-    assert sum(len(piece) for _, piece in (*stored, *assembly.fresh)) == len(there)
+    assert upload.received_bytes == len(there)
+    assert upload.missing() == _ranges(set(range(size)) - there.keys())
     try:
-        payload = assembly.payload(stored)
+        payload = upload.payload()
     except TransferError:
         assert bytes(there.get(at, -1) % 256 for at in range(size)) != PAYLOADS[size] or len(there) < size
     else:
         assert payload == PAYLOADS[size]
 
 
-@dataclass
-class Disk:
-    """The stored transfers of a reassembly."""
-
-    files: dict[Key, dict[int, bytes]] = field(default_factory=dict)
-    sizes: dict[Key, int] = field(default_factory=dict)
-
-    def commit(self, reassembly: Reassembly) -> None:
-        """Store what is pending; every byte comes once."""
-        for key in reassembly.ended:
-            del self.files[key], self.sizes[key]
-        for transfer in reassembly.pending():
-            file = self.files.setdefault(transfer.key, {})
-            for offset, piece in transfer.assembly.fresh:
-                assert all(
-                    offset + len(piece) <= other or other + len(held) <= offset
-                    for other, held in file.items()
-                )
-                file[offset] = piece
-            self.sizes[transfer.key] = transfer.assembly.size_bytes
-        reassembly.settle()
-
-    def read(self, key: Key, ranges: Ranges) -> list[tuple[int, bytes]]:
-        found = sorted(self.files[key].items()) if ranges else []
-        assert sum(len(piece) for _, piece in found) == sum(stop - start for start, stop in ranges)
-        return found
-
-    def start(self, complete: set[Key]) -> Reassembly:
-        """Return the reassembly of an aggregator that starts with these files."""
-        transfers = []
-        for key, file in self.files.items():
-            ranges = tuple((start, start + len(data)) for start, data in sorted(file.items()))
-            assembly = Assembly(key[1], self.sizes[key], stored=ranges)
-            transfers.append(Transfer(key, assembly, 0.0, ranges))
-        return Reassembly(**QUOTAS, holds=lambda *key: key in complete, transfers=transfers, read=self.read)
+LIMITS = {
+    "max_bytes": 200,
+    "per_device": 2,
+    "max_upload_memory_bytes": UPLOAD_BYTES + 2 * PIECE_BYTES,
+    "max_memory_bytes": 6 * UPLOAD_BYTES + 4 * PIECE_BYTES,
+    "max_file_bytes": 3 * STRETCH_BYTES,
+}
 
 
-QUOTAS = {"max_bytes": 200, "per_device": 2, "max_held_bytes": 30_000}
-
-
-def receive(data: bytes) -> None:
-    """Receive any frames: quotas hold, a payload is the announced one, and nothing but `Refused` is raised."""
-    disk = Disk()
+def take_frames(data: bytes) -> None:
+    """Take any frames: limits hold, a payload is the announced one, and nothing but `Refused` is raised."""
     complete: set[Key] = set()
-    reassembly = disk.start(complete)
+
+    def started() -> OpenUploads:
+        folder = _folder() / "open"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        return OpenUploads(folder=folder, holds=lambda *key: key in complete, **LIMITS)
+
+    uploads = started()
     for now, (kind, number, size, offset, length) in enumerate(_operations(data, 5)):
         device = f"device-{number % 8}"
         if kind == 0xFF:
-            reassembly = disk.start(complete)
+            uploads = started()
         elif kind >= 0xF8:
-            disk.commit(reassembly)
+            uploads.clear()
         elif kind >= 0xF0:
-            reassembly.expire(now - 20.0)
+            uploads.expire(now - 20.0)
         if kind >= 0xF0:
             continue
         frame = _frame(size, offset, length, kind)
         with contextlib.suppress(Refused):
-            answer = reassembly.take(device, frame, now_s=float(now))
-            if isinstance(answer, Complete):
-                assert answer.payload == PAYLOADS[frame.size_bytes]
-                complete.add((device, answer.digest))
+            answer = uploads.take(device, frame, now_s=float(now))
+            if isinstance(answer, bytes):
+                assert answer == PAYLOADS[frame.size_bytes]
+                complete.add((device, frame.digest))
             elif isinstance(answer, Receipt):
                 assert len(answer.missing) <= MAX_RANGES
                 assert all(0 <= start < stop <= frame.size_bytes for start, stop in answer.missing)
-        _check_quotas(reassembly)
+        check_limits(uploads)
+    files = {file.name for file in uploads.folder.iterdir()}
+    assert files == {
+        f"{device}-{digest.hex()}" for (device, digest), each in uploads._uploads.items() if each.size.file
+    }
 
 
-def _check_quotas(reassembly: Reassembly) -> None:
-    held = [transfer.assembly for transfer in reassembly._transfers.values()]
-    takes = [
-        assembly.held_bytes + (1 + assembly.pieces) * PIECE_BYTES + assembly.stretches * STRETCH_BYTES
-        for assembly in held
-    ]
-    assert reassembly._held_bytes == sum(takes)
-    assert sum(takes) <= QUOTAS["max_held_bytes"] or len(takes) == 1
-    assert all(assembly.size_bytes <= QUOTAS["max_bytes"] for assembly in held)
-    owners = [device for device, _ in reassembly._transfers]
-    assert all(owners.count(device) <= QUOTAS["per_device"] for device in owners)
+def check_limits(uploads: OpenUploads) -> None:
+    """Assert that the uploads are within their limits, and counted as they are."""
+    held = [*uploads._uploads.values()]
+    assert uploads._memory_bytes == sum(each.size.memory for each in held)
+    assert uploads._all_file_bytes == sum(each.size.file for each in held) <= uploads.max_file_bytes
+    assert uploads._file_bytes.total() == uploads._all_file_bytes
+    in_memory = [each for each in held if each.size.memory > UPLOAD_BYTES]
+    assert uploads._memory_bytes <= uploads.max_memory_bytes or not in_memory
+    assert all(each.size.memory <= uploads.max_upload_memory_bytes for each in held)
+    assert all(each.size_bytes <= uploads.max_bytes for each in held)
+    owners = [device for device, _ in uploads._uploads]
+    assert all(owners.count(device) <= uploads.per_device for device in owners)
 
 
-ASSEMBLY = Target(
-    "assembly",
-    assemble,
+UPLOAD = Target(
+    "upload",
+    add_frames,
     lambda: (
         bytes([90, *(byte for at in range(0, 90, 30) for byte in (0x7F, at, 30))]),
         bytes([90, *(byte for at in range(80, -1, -10) for byte in (0x7F, at, 25)), 0xFF, 0, 0, 0x60, 5, 9]),
@@ -171,9 +152,9 @@ ASSEMBLY = Target(
     bytes_per_byte=512,
     share=3,
 )
-REASSEMBLY = Target(
-    "reassembly",
-    receive,
+OPEN_UPLOADS = Target(
+    "open_uploads",
+    take_frames,
     lambda: (
         bytes(byte for n in range(3) for at in range(0, 150, 30) for byte in (0x7F, n, 150, at, 30)),
         bytes(byte for n in range(8) for size in (80, 90, 100) for byte in (0x7F, n, size, 0, 70))

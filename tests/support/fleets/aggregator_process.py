@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from aggregator.intake.assembly import Assembly
+from aggregator.intake.upload import Upload
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Drained, Outgoing, Received, Session
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import (
@@ -230,7 +230,7 @@ class Device:
 
     def catch(self, blob: BlobRef) -> bytes:
         """Receive a blob that is sent to all devices."""
-        assembly = Assembly(blob.digest, blob.size_bytes)
+        assembly = Upload(blob.digest, blob.size_bytes)
         while assembly.missing():
             topic = fleet_topic(FLEET, "cast")
             assembly.add(self.wait(topic, Frame, when=lambda frame: frame.digest == blob.digest))
@@ -277,7 +277,7 @@ class Device:
         return self.receipt(self.send_payload(encode(message)))
 
     def fetch(self, blob: BlobRef) -> bytes:
-        assembly = Assembly(blob.digest, blob.size_bytes)
+        assembly = Upload(blob.digest, blob.size_bytes)
         while missing := assembly.missing():
             request = BlobRequest(digest=blob.digest, offset=missing[0][0], length=60 * 1024)
             self.send("get", encode(request))

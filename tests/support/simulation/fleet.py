@@ -7,8 +7,9 @@ import functools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from aggregator.intake.reassembly import Complete, Reassembly
+from aggregator.intake.open_uploads import OpenUploads
 from aggregator.intake.validation import Refused
 from edge_client.core import events
 from edge_client.core.state import Kind, State, UploadItem, head_key
@@ -83,8 +84,9 @@ class World:
     packet_bytes: int | None = None
 
     @functools.cached_property
-    def reassembly(self) -> Reassembly:
-        return Reassembly(max_bytes=10**7, holds=lambda _, digest: digest in self.taken)
+    def uploads(self) -> OpenUploads:
+        in_memory = Path("/dev/null")
+        return OpenUploads(folder=in_memory, max_bytes=10**6, holds=lambda _, digest: digest in self.taken)
 
     def arrives(self) -> bool:
         return self.random.random() >= self.loss
@@ -156,7 +158,7 @@ class World:
         self.pending = [*recalled, *self.connect(), events.AggregatorStarted()]
 
     def restart_aggregator(self) -> None:
-        self.__dict__.pop("reassembly", None)
+        self.__dict__.pop("uploads", None)
         self.pending.append(events.AggregatorStarted())
 
     def perform(self, action: events.Action) -> None:
@@ -269,14 +271,14 @@ class World:
         if self.now_s < self.full_until_s:
             return Receipt(digest=frame.digest, status="refused", reason="no_space")
         try:
-            outcome = self.reassembly.take("device", frame)
+            outcome = self.uploads.take("device", frame)
         except Refused as refused:
             return Receipt(digest=frame.digest, status="refused", reason=refused.reason)
-        return self.receive(outcome) if isinstance(outcome, Complete) else outcome
+        return self.receive(frame.digest, outcome) if isinstance(outcome, bytes) else outcome
 
-    def receive(self, complete: Complete) -> Receipt:
-        self.taken.append(complete.digest)
-        return Receipt(digest=complete.digest, status="received")
+    def receive(self, digest: bytes, payload: bytes) -> Receipt:  # noqa: ARG002 - a fleet's rounds read it
+        self.taken.append(digest)
+        return Receipt(digest=digest, status="received")
 
 
 ROUNDS = 4
@@ -390,17 +392,17 @@ class RoundsWorld(World):
         if frames[: len(sent)] == sent and not asked and digest not in before:
             self.whole.add(digest)
 
-    def receive(self, complete: Complete) -> Receipt:
-        kind, *numbers = complete.payload.split()
+    def receive(self, digest: bytes, payload: bytes) -> Receipt:
+        kind, *numbers = payload.split()
         number, sequence = map(int, numbers)
         if kind == b"submission":
             reason = self.verdict(number, sequence)
             if reason is not None:
                 newest = self.counts.get(number, 0)
-                return Receipt(digest=complete.digest, status="refused", reason=reason, sequence=newest)
+                return Receipt(digest=digest, status="refused", reason=reason, sequence=newest)
             self.counts[number] = sequence
             self.counted.append(number)
-        return super().receive(complete)
+        return super().receive(digest, payload)
 
     def verdict(self, number: int, sequence: int) -> Reason | None:
         if self.number >= ROUNDS or number < self.number - STALENESS:

@@ -6,7 +6,7 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from aggregator.intake.assembly import Assembly
+from aggregator.intake.upload import Upload
 from edge_client.graphs.backbone import open_backbone
 from edge_client.store.device_state import DeviceState
 from edge_client.store.stored_values import Heads
@@ -68,7 +68,7 @@ class CompromisedAggregator:
         self._problem = ""
         """Problem that the device reports in its info."""
         self._blobs: dict[bytes, bytes] = {}
-        self._uploads: dict[bytes, Assembly] = {}
+        self._uploads: dict[bytes, Upload] = {}
         self._version = 0
         self._release = int(time.time())
         self._client = AttackerClient(fleet.open, on_message=self._receive)
@@ -194,7 +194,7 @@ class CompromisedAggregator:
             self._client.publish_without_waiting(device_topic(FLEET, DEVICE, "blk"), encode(frame))
 
     def _add_frame(self, frame: Frame) -> None:
-        assembly = self._uploads.setdefault(frame.digest, Assembly(frame.digest, frame.size_bytes))
+        assembly = self._uploads.setdefault(frame.digest, Upload(frame.digest, frame.size_bytes))
         if assembly.missing():
             assembly.add(frame)
         missing = assembly.missing()

@@ -16,7 +16,7 @@ import psutil
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from aggregator.intake.assembly import Assembly
+from aggregator.intake.upload import Upload
 from aggregator.security.enrollment import revoke
 from aggregator.storage.open_store import open_store
 from edge_client.store.device_state import DeviceState
@@ -145,7 +145,7 @@ class AttackedFleet(Fleet):
 
     def submission(self, device: str = HONEST[0]) -> Submission:
         frames = [frame_of(payload) for payload in self.frames(device)]
-        assembly = Assembly(frames[0].digest, frames[0].size_bytes)
+        assembly = Upload(frames[0].digest, frames[0].size_bytes)
         for frame in frames:
             assembly.add(frame)
         return decode(assembly.payload(), Submission, max_bytes=2**24)

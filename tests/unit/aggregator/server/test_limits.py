@@ -14,7 +14,7 @@ from aggregator import rates as token_buckets
 from aggregator.intake.accepted_submissions import AcceptedSubmissions
 from aggregator.rates import LINES_AT_ONCE, DeviceEvents, TokenBuckets
 from aggregator.server.announcements import Announcements
-from aggregator.server.device_messages import RECEIPTS_AT_ONCE, DeviceMessages
+from aggregator.server.device_messages import RECEIPTS_AT_ONCE, DeviceMessages, _Upload
 from aggregator.server.store_view import IntakeHeads, StoreView
 from aggregator.storage.store import Store
 from protocol.wire.codec import digest_of, encode
@@ -45,7 +45,8 @@ def messages(store: Store) -> DeviceMessages:
 
 
 def _evaluate(messages: DeviceMessages, sent: Evaluation) -> None:
-    messages._store_evaluation("a", sent, digest_of(encode(sent)))
+    payload = encode(sent)
+    messages._store_evaluation("a", sent, _Upload(digest_of(payload), payload, sent, None))
 
 
 def test_an_earlier_evaluation_takes_the_place_of_a_later_one(store: Store, messages: DeviceMessages) -> None:

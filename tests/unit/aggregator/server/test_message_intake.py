@@ -56,7 +56,7 @@ class Bench:
         self.intake = MessageIntake(
             store,
             task,
-            uploads=Uploads(store, max_bytes=10**6, unfinished_s=3600.0),
+            uploads=Uploads(store, max_bytes=10**6),
             publisher=publisher,
             blob_sender=blob_sender,
         )
@@ -293,10 +293,15 @@ def test_enrolled_device_starts_over(store: Store, tmp_path: Path) -> None:
             revoke(operator, "a")
 
 
-def test_refused_uploads_do_not_count_in_the_quota_of_an_hour(store: Store) -> None:
-    bench = _limited(store, uploads_per_hour=2)
-    for sequence, reason in ((2, None), (1, "superseded"), (3, None), (4, "quota")):
-        assert bench.answer(_upload(round_submission(number=2, sequence=sequence))).reason == reason
+def test_only_what_is_stored_counts_in_the_limits_of_an_hour(store: Store) -> None:
+    """A refused upload does not, nor one that is stored already, in the same batch or before."""
+    bench = _limited(store, device_submissions_per_hour=2, device_evaluations_per_hour=1)
+    for sequence, reason in ((2, None), (1, "superseded"), (2, None), (3, None), (4, "quota")):
+        upload = _upload(round_submission(number=2, sequence=sequence))
+        assert bench.handle(*upload, *upload)[0][1].reason == reason
+    for problem, reason in (("", None), ("", None), ("it fails", "quota")):
+        sent = msgspec.structs.replace(evaluation(task=TASK.digest, head_version=2), problem=problem)
+        assert bench.answer(_upload(sent)).reason == reason
 
 
 def test_verdicts_follow_stored_rows_and_the_open_round(store: Store) -> None:

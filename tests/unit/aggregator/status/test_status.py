@@ -26,8 +26,8 @@ from aggregator.storage.devices import ForgottenDevice, Refusal
 from aggregator.storage.heads import TrainingProgress
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import UploadTokens
 from aggregator.storage.sum_lists import put_sums, sums_of
+from aggregator.storage.usage import FLEET, Usage
 from protocol.wire.messages import BlobRef, Confused, Evaluation
 from tests.support.messages import heads
 from tests.support.messages.heads import plan_head
@@ -387,7 +387,7 @@ def test_quotas_are_shown_where_they_are_set(tmp_path: Path) -> None:
         store.keys.pin("a", bytes(32), now_s=1.0)
         store.submissions.put(TASK, submission_row("a", {0: 6}))
         store.submissions.put(TASK, submission_row("b", {0: 6}))
-        store.facts.put(UploadTokens(50.0, store.clock.now_s()))
+        store.usages.put(FLEET, Usage(store.clock.now_s(), submissions=10))
         text = rendered(collected(store))
     storage = "0.001907 of 0.002 MiB of submissions (limits.max_storage_mb)"
     assert f"quotas 1 of 10 devices (limits.max_devices), {storage}, 10 of 60 uploads an hour" in text
