@@ -68,6 +68,10 @@ class StateError(ProtofleetError):
     """The state directory cannot be read or written."""
 
 
+class StateRefused(StateError):
+    """A state directory of another version of protofleet, or a path that can be none: no repetition helps."""
+
+
 class NoAnswer(StateError):
     """PostgreSQL or an object store does not answer, or not now: a program that starts waits for it."""
 
