@@ -1,8 +1,6 @@
-"""`aggregator run`."""
+"""`aggregator run`: the supervisor of the programs `serve`, `http` and the embedded broker."""
 
-import contextlib
 import logging
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +17,15 @@ from protocol.cli import (
     start_logging,
     verbose_option,
 )
-from protocol.errors import ConfigError
 from protocol.service_manager import stop_on_terminate
 
 if TYPE_CHECKING:
     from protocol.mqtt.tls import BrokerAccess, BrokerAddress
 
 log = logging.getLogger(__name__)
+
+SERVE = "aggregator.server.program"
+"""The module of the program `serve`."""
 
 
 @click.command(
@@ -71,8 +71,8 @@ log = logging.getLogger(__name__)
 @setting(
     "--embedded-broker",
     is_flag=True,
-    help="Run a broker in this process, for trying out; without --broker, reachable from this machine only. It "
-    "accepts every client, and retained messages fill this program's memory.",
+    help="Run a broker, too, for trying out; without --broker, reachable from this machine only. It accepts every "
+    "client, and retained messages fill its memory.",
 )
 @setting(
     "--http",
@@ -121,14 +121,11 @@ def run_command(  # noqa: PLR0913 - one for each option
     stop_on_terminate()
     start_logging(verbose=verbose)
     require_packages("onnx", "onnxruntime", "scipy", extras=EXTRAS)
-    from aggregator.config.task_file import class_name_notes, load_task
-    from aggregator.config.training_packages import require_packages_of
-    from aggregator.http.process import http_server
+    from aggregator.http.process import listening_settings
     from aggregator.http.settings import http_settings
-    from aggregator.server.aggregator import prepare, serve
-    from aggregator.server.standby import Standby, until_answered
-    from aggregator.storage.open_store import open_store
-    from aggregator.storage.store import Store
+    from aggregator.messaging.broker_program import BrokerSettings
+    from aggregator.server.program import ServeSettings
+    from aggregator.supervisor import Program, Supervisor
 
     access = read_access(**access_given)
     dashboard = http_settings(
@@ -139,32 +136,29 @@ def run_command(  # noqa: PLR0913 - one for each option
         read_token_file=http_read_token_file,
     )
     brokers = _checked_brokers(broker, access, embedded_broker=embedded_broker)
-    task_file, backbones = load_task(task)
-    require_packages_of(task_file)
-    for note in class_name_notes(task_file.classes):
-        log.warning("class names: %s", note)
-    if task_file.training.engine == "ray":
-        require_packages("ray", extras=f"{EXTRAS},ray")
-        if not os.environ.get("RAY_ADDRESS"):
-            raise ConfigError('engine = "ray" needs a cluster: set RAY_ADDRESS=HOST:PORT')
-    standby = Standby(state)
-
-    def open_to_lead() -> Store:
-        return open_store(
-            state, lock=True, blobs=blobs, database=database, fleet=task_file.fleet, standby=standby.wait
+    serving = ServeSettings(
+        task=task,
+        state=state,
+        blobs=blobs,
+        database=database,
+        brokers=brokers,
+        access=access,
+        verbose=verbose,
+    )
+    programs = [Program(name="serve", module=SERVE, settings=serving)]
+    if embedded_broker:
+        settings = BrokerSettings(brokers[0], verbose)
+        programs.insert(
+            0, Program(name="broker", module="aggregator.messaging.broker_program", settings=settings)
         )
-
-    def lead() -> None:
-        with contextlib.closing(standby.open(open_to_lead)) as store, http_server(dashboard, state):
-            prepared, own_access = prepare(task_file, backbones, store, access)
-            serve(
-                *(prepared, store),
-                broker=brokers,
-                access=own_access,
-                embedded_broker=embedded_broker,
-            )  # until interrupted
-
-    until_answered(lambda: standby.repeat(lead))
+    with listening_settings(dashboard, state) as listening:
+        if listening is not None:
+            files = (listening.socket,)
+            http_program = Program(
+                name="http", module="aggregator.http", settings=listening, descriptors=files, is_told=True
+            )
+            programs.insert(0, http_program)
+        Supervisor(programs).run()
 
 
 def _checked_brokers(
