@@ -9,15 +9,13 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from aggregator import EXTRAS
 from protocol import service_manager
 from protocol.children import connect
 from protocol.cli import problem_of
 from protocol.errors import ConfigError, RuntimeMissing, StateRefused
 
 log = logging.getLogger(__name__)
-
-EXTRAS = "aggregator,cpu"
-"""Extras of the package that the programs need."""
 
 Settings = TypeVar("Settings", bound=msgspec.Struct)
 

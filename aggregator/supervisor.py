@@ -8,7 +8,7 @@ import logging
 import queue
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NoReturn
 
 import msgspec
@@ -30,13 +30,14 @@ SILENT_INTERVALS = 3
 """A program that has sent no sign of life for so many intervals hangs: the service manager gets none either."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Program:
-    """A program: a module that calls `supervised.run_program`."""
+    """A program: a module that calls `supervised.run_program`, and its settings."""
 
     name: str
     module: str
     settings: msgspec.Struct
+    _: KW_ONLY
     descriptors: tuple[int, ...] = ()
     """Open files that it gets."""
     is_told: bool = False
@@ -92,9 +93,7 @@ class Supervisor:
 
     def _pause_s(self) -> float:
         starts = [each.start_s for each in self._all if each.problem and each.child is None]
-        return max(
-            0.0, min([service_manager.INTERVAL_S, *(start_s - time.monotonic() for start_s in starts)])
-        )
+        return max(0.0, min([time.monotonic() + service_manager.INTERVAL_S, *starts]) - time.monotonic())
 
     def _start(self, each: _Supervised) -> None:
         each.start_s, each.alive_s, each.failed = time.monotonic(), None, None

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aggregator.cli.state import EXTRAS, state_option
+from aggregator import EXTRAS
+from aggregator.cli.state import state_option
 from protocol.cli import (
     access_options,
     config_option,
@@ -145,20 +146,15 @@ def run_command(  # noqa: PLR0913 - one for each option
         access=access,
         verbose=verbose,
     )
-    programs = [Program(name="serve", module=SERVE, settings=serving)]
-    if embedded_broker:
-        settings = BrokerSettings(brokers[0], verbose)
-        programs.insert(
-            0, Program(name="broker", module="aggregator.messaging.broker_program", settings=settings)
-        )
     with listening_settings(dashboard, state) as listening:
+        programs = []
         if listening is not None:
             files = (listening.socket,)
-            http_program = Program(
-                name="http", module="aggregator.http", settings=listening, descriptors=files, is_told=True
-            )
-            programs.insert(0, http_program)
-        Supervisor(programs).run()
+            programs.append(Program("http", "aggregator.http", listening, descriptors=files, is_told=True))
+        if embedded_broker:
+            settings = BrokerSettings(brokers[0], verbose)
+            programs.append(Program("broker", "aggregator.messaging.broker_program", settings))
+        Supervisor([*programs, Program("serve", SERVE, serving)]).run()
 
 
 def _checked_brokers(

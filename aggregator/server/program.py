@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from aggregator.supervised import EXTRAS, run_program
+from aggregator import EXTRAS
+from aggregator.supervised import run_program
 from protocol.errors import ConfigError, ProtofleetError, StateError
 from protocol.log import event
 from protocol.mqtt.tls import BrokerAccess, BrokerAddress
