@@ -232,7 +232,9 @@ def _run_job(args: list[str], kept: tuple[int, ...], *handles: int) -> NoReturn:
             os.closerange(first + 1, end)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         sys.argv = args
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        # Another fork may replace them, which must not close the descriptors.
+        sys.stdout, sys.stderr = (os.fdopen(each, "w", closefd=False) for each in (1, 2))
+        sys.modules.pop(args[0], None)
         try:
             runpy.run_module(args[0], run_name="__main__")
             code = 0
