@@ -9,12 +9,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import get_args
 
+from aggregator.cluster_modules import BLOBS, cluster_module
 from aggregator.config.schema import TaskFile
 from aggregator.config.task_file import load_task
 from aggregator.config.training_packages import INSTALL, missing_packages
 from aggregator.security.identity import aggregator_access, identity_folder
-from aggregator.security.key_rotation import require_fleet_key
-from aggregator.storage.blobs import object_store
 from aggregator.storage.open_store import has_database, open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import BlobLocation
@@ -97,7 +96,7 @@ def _check_state(given: Surroundings, fleet: str) -> Generator[Finding, None, _S
             open_store(given.state, read_only=True, database=given.store, fleet=fleet if given.store else "")
         ) as store:
             stored = _stored(store, fleet)
-            yield from _check_fleet_key(store)
+            yield from _check_folder(store)
         where = given.store or given.state
         yield Finding("state", "ok", f"{where}, {'running' if stored.is_running else 'not running'}")
     except NoStateError as error:
@@ -117,16 +116,16 @@ def _stored(store: Store, fleet: str) -> _Stored:
     )
 
 
-def _check_fleet_key(store: Store) -> Iterator[Finding]:
+def _check_folder(store: Store) -> Iterator[Finding]:
     try:
-        require_fleet_key(store)
+        store.database.check_folder()
     except ProtofleetError as error:
-        yield Finding("key", "failed", str(error), "see docs/operations/standby.md")
+        yield Finding("folder", "failed", str(error), "see docs/operations/standby.md")
 
 
 def _check_blobs(location: str) -> Finding:
     try:
-        object_store(location).check()
+        next(cluster_module(BLOBS, location).open_blobs(location).digests(), None)
     except ProtofleetError as error:
         return Finding("blobs", "failed", str(error), "see docs/operations/object-store.md")
     return Finding("blobs", "ok", f"{location} can be listed")

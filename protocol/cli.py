@@ -285,6 +285,8 @@ def plain(text: str) -> str:
 
     Received texts could otherwise control the terminal or forge log lines.
     """
+    if text.isprintable():
+        return text
     return "".join(
         each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text
     )

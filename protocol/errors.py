@@ -72,16 +72,8 @@ class StateRefused(StateError):
     """A state directory of another version of protofleet, or a path that can be none: no repetition helps."""
 
 
-class NoAnswer(StateError):
-    """PostgreSQL or an object store does not answer, or not now: a program that starts waits for it."""
-
-
 class NoStateError(StateError):
     """A database in which no aggregator has made tables yet."""
-
-
-class NotLeader(StateError):
-    """Another aggregator leads the fleet, or the tables went back in time: this one can write nothing more."""
 
 
 class BlobLost(StateError):

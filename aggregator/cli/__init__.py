@@ -15,7 +15,9 @@ from protocol.cli import Commands, examples, run
     cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=examples(
-        "aggregator init task.toml", "aggregator run --task task.toml --embedded-broker", "aggregator top"
+        "aggregator init task.toml",
+        "aggregator run --task task.toml --embedded-broker",
+        "aggregator status",
     ),
 )
 @click.version_option(package_name="protofleet")

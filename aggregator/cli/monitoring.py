@@ -1,9 +1,8 @@
-"""`aggregator status`, `top` and `doctor`: what an operator sees of a fleet."""
+"""`aggregator status` and `doctor`: what an operator sees of a fleet."""
 
 import copy
 import logging
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from protocol.cli import (
     read_access,
     require_packages,
 )
-from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -49,27 +47,6 @@ def status_command(*, state: Path, as_json: bool) -> None:
 
     # Without a terminal there is no width to wrap at.
     render_status(status, Console(width=None if sys.stdout.isatty() else 200))
-
-
-@click.command("top", epilog=examples("aggregator top --state /var/lib/protofleet/aggregator"))
-@state_option
-@click.option(
-    "--interval-s",
-    type=click.FloatRange(min=0.2),
-    default=2.0,
-    show_default=True,
-    help="Seconds between updates.",
-)
-def top_command(*, state: Path, interval_s: float) -> None:
-    """Show what `status` does, live on the terminal, until interrupted with Ctrl-C."""
-    require_packages("rich", extras=EXTRAS)
-    if not sys.stdout.isatty():
-        raise ConfigError("expected a terminal: use `aggregator status` elsewhere")
-    from rich.console import Console
-
-    from aggregator.status.render import show_live
-
-    show_live(state, Console(), wait=lambda: time.sleep(interval_s))
 
 
 def _options_of_run(command: click.Command) -> click.Command:
@@ -116,4 +93,4 @@ def doctor_command(
     context.exit(report(check_all(given), as_json=as_json))
 
 
-COMMANDS = (status_command, top_command, doctor_command)
+COMMANDS = (status_command, doctor_command)

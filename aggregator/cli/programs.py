@@ -117,7 +117,7 @@ def run_command(  # noqa: PLR0913 - one for each option
 ) -> None:
     """Run the aggregator until interrupted.
 
-    With PostgreSQL, a second one for the same fleet is a standby: it waits, and leads when the first one ends.
+    With --store, a second one for the same fleet is a standby: it waits, and leads when the first one ends.
     """
     stop_on_terminate()
     start_logging(verbose=verbose)

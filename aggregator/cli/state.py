@@ -33,14 +33,14 @@ def existing_state(folder: Path) -> "Iterator[Store]":
     """Open the existing state of a state directory for writing.
 
     Raises:
-        ConfigError: the fleet's blobs are in another state directory.
+        ConfigError: the directory lacks what belongs to the fleet's tables, which are elsewhere.
         StateError: there is no state, or it cannot be used.
     """
     from aggregator.storage.open_store import open_store
 
     # It raises where there is none, instead of creating one.
     with contextlib.closing(open_store(folder, read_only=True)) as found:
-        found.require_blobs()
+        found.database.check_folder()
     require_owner(folder)
     with contextlib.closing(open_store(folder)) as store:
         yield store

@@ -1,1 +1,1 @@
-"""Past one machine: training jobs on a Ray cluster. No other room imports this one."""
+"""Past one machine: tables in PostgreSQL and a standby, blobs in an object store, and jobs on a Ray cluster."""

@@ -7,7 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from aggregator.cluster.ray_connection import require_version
+from protocol import __version__
+from protocol.errors import ProtofleetError
 
 
 class JobActor:
@@ -26,3 +27,11 @@ class JobActor:
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the worker."""
         return getattr(self._worker, method)(*arguments)
+
+
+def require_version(version: str) -> None:
+    """Raise ProtofleetError unless this process, a worker of the cluster, runs the given version of protofleet."""
+    if version != __version__:
+        raise ProtofleetError(
+            f"a Ray worker has protofleet {__version__}, expected {version}: install the same version on each machine"
+        )

@@ -8,12 +8,11 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from protocol import __version__
 from protocol.cli import require_packages
 from protocol.errors import ProtofleetError
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-require_packages("ray", extras="ray")
+require_packages("ray", extras="aggregator,cpu,cluster")
 import ray  # noqa: E402 - reports its use unless the variable is set before
 from ray.exceptions import RayError, RayTaskError  # noqa: E402
 
@@ -41,14 +40,6 @@ def connected() -> Iterator[None]:
             raise ProtofleetError(f"Ray: {_last_line(error)}") from error
         except RayError as error:
             raise ProtofleetError(f"Ray: {_last_line(error)}") from error
-
-
-def require_version(version: str) -> None:
-    """Raise ProtofleetError unless this process, a worker of the cluster, runs the given version of protofleet."""
-    if version != __version__:
-        raise ProtofleetError(
-            f"a Ray worker has protofleet {__version__}, expected {version}: install the same version on each machine"
-        )
 
 
 def _connect(cleanup: contextlib.ExitStack) -> None:

@@ -28,10 +28,9 @@ from aggregator.http.commands import (
     run_command,
 )
 from aggregator.http.metrics import CONTENT_TYPE, metrics_text
-from aggregator.http.openapi import JSON_TYPE, Endpoint, Handler, openapi_document
+from aggregator.http.openapi import JSON_TYPE, Endpoint, openapi_document
 from aggregator.http.settings import HttpSettings
-from aggregator.http.snapshots import Document, Snapshot, Snapshots
-from aggregator.status.details import Details
+from aggregator.http.snapshots import Snapshot, Snapshots
 from aggregator.status.model import Status
 from protocol.errors import ProtofleetError
 from protocol.log import event
@@ -133,13 +132,9 @@ class _Server:
         self.endpoints = self._endpoints()
 
     def _endpoints(self) -> tuple[Endpoint, ...]:
-        def document(name: str) -> Handler:
-            return partial(self.document, name)
-
         command = "/api/v1/commands"
         return (
-            Endpoint("/api/v1/status", document("status"), "What `aggregator status --json` prints.", Status),
-            Endpoint("/api/v1/details", document("details"), "Figures of devices and heads by class.", Details),
+            Endpoint("/api/v1/status", self.status, "What `aggregator status --json` prints.", Status),
             Endpoint("/api/v1/events", self.events, EVENTS, "text/event-stream"),
             Endpoint("/api/v1/openapi.json", self.openapi, "This document.", JSON_TYPE),
             Endpoint("/api/v1/session", self.session, "The rights of the client.", Session),
@@ -169,11 +164,19 @@ class _Server:
         text = metrics_text(await self._snapshots.current())
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
-    async def document(self, name: str, request: Request) -> Response:
+    async def status(self, request: Request) -> Response:
+        """Answer the status, compressed if the client can read that, or that it has not changed."""
         snapshot = await self._snapshots.current()
         if snapshot.status is None:
             return problem(503, snapshot.problem)
-        return _document(request, snapshot.documents[name], snapshot.version)
+        tag = f'"{snapshot.version}"'
+        headers = {"etag": tag, "cache-control": "no-cache", "vary": "accept-encoding, authorization"}
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        body = snapshot.body
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            headers["content-encoding"], body = "gzip", snapshot.compressed
+        return Response(body, headers=headers, media_type=JSON_TYPE)
 
     async def events(self, _request: Request) -> Response:
         # A reverse proxy passes each event on at once.
@@ -247,18 +250,6 @@ async def _body(request: Request) -> bytes:
         if len(body) > MAX_BODY_BYTES:
             raise HTTPException(413, f"expected at most {MAX_BODY_BYTES} bytes")
     return body
-
-
-def _document(request: Request, document: Document, version: str) -> Response:
-    """Answer a document, compressed if the client can read that, or that it has not changed."""
-    tag = f'"{version}"'
-    headers = {"etag": tag, "cache-control": "no-cache", "vary": "accept-encoding, authorization"}
-    if request.headers.get("if-none-match") == tag:
-        return Response(status_code=304, headers=headers)
-    body = document.body
-    if "gzip" in request.headers.get("accept-encoding", ""):
-        headers["content-encoding"], body = "gzip", document.compressed
-    return Response(body, headers=headers, media_type="application/json")
 
 
 def _json(value: object, status: int = 200) -> Response:

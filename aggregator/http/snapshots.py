@@ -1,4 +1,4 @@
-"""The documents of the fleet's state: one for each change, shared by all requests and browsers."""
+"""Snapshots of the fleet's status: one for each change, shared by all requests and browsers."""
 
 import asyncio
 import contextlib
@@ -7,15 +7,14 @@ import hashlib
 import math
 import time
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from aggregator.status import model
 from aggregator.status.collect import collect_status
-from aggregator.status.details import collect_details
+from aggregator.status.model import Status
 from aggregator.storage.open_store import open_store, recorded_location
 from protocol.errors import ProtofleetError
 from protocol.storage.folder_lock import FolderLock
@@ -38,29 +37,14 @@ _COMPRESSION = 1
 
 
 @dataclass(frozen=True)
-class Document:
-    """A JSON document, encoded and compressed once for all requests."""
-
-    body: bytes
-    compressed: bytes
-    version: str
-    """Of the contents: other contents have another one."""
-
-
-def _document(value: object) -> Document:
-    body = msgspec.json.encode(value)
-    return Document(body, gzip.compress(body, _COMPRESSION), hashlib.sha256(body).hexdigest()[:16])
-
-
-@dataclass(frozen=True)
 class Snapshot:
-    """The fleet's state at one time."""
+    """The fleet's status at one time, and its JSON, encoded and compressed once for all requests."""
 
     problem: str
     """Why there is none; then all else is empty."""
-    status: model.Status | None = None
-    documents: dict[str, Document] = field(default_factory=dict)
-    """`status` and `details`."""
+    status: Status | None = None
+    body: bytes = b""
+    compressed: bytes = b""
     version: str = ""
     """Of the contents: other contents have another one."""
     made_s: float = 0.0
@@ -121,20 +105,22 @@ def read_snapshot(state: Path) -> Snapshot:
     """Return a snapshot of a state directory; one with a problem if it cannot be read."""
     try:
         with contextlib.closing(open_store(state, read_only=True)) as store:
-            status, details = collect_status(store), collect_details(store)
+            status = collect_status(store)
     except ProtofleetError as error:
         text = str(error)
-        return Snapshot(text, version=hashlib.sha256(text.encode()).hexdigest()[:16], made_s=time.time())
-    values = {"status": status, "details": details}
-    documents = {name: _document(value) for name, value in values.items()}
-    version = f"{documents['status'].version}-{documents['details'].version}"
-    return Snapshot("", status, documents, version, time.time())
+        return Snapshot(text, version=_version(text.encode()), made_s=time.time())
+    body = msgspec.json.encode(status)
+    return Snapshot("", status, body, gzip.compress(body, _COMPRESSION), _version(body), time.time())
+
+
+def _version(contents: bytes) -> str:
+    return hashlib.sha256(contents).hexdigest()[:16]
 
 
 class Stamps:
     """Finds out whether anything has changed that a snapshot of a state directory shows.
 
-    PostgreSQL is asked on a connection that stays open; of an SQLite database the files tell.
+    Tables elsewhere are asked on a connection that stays open; of those in the directory the files tell.
     """
 
     def __init__(self, state: Path) -> None:
@@ -146,14 +132,14 @@ class Stamps:
         files = [self._state / name for name in ("intake.json", "head.onnx", "model.onnx")]
         try:
             if recorded_location(self._state) is not None:
-                return _times(files), self._postgresql()
+                return _times(files), self._elsewhere()
             database = database_of("aggregator", self._state)
             files += [database, database.with_name(f"{database.name}-wal")]
             return _times(files), FolderLock(self._state).is_taken()
         except ProtofleetError as error:
             return _times(files), str(error)
 
-    def _postgresql(self) -> object:
+    def _elsewhere(self) -> object:
         if self._store is None:
             self._store = open_store(self._state, read_only=True)
         return self._store.database.data_version(), self._store.database.is_locked()

@@ -7,7 +7,6 @@ from aggregator.coordination.round_state import Settings
 from aggregator.notices import SubmissionAccepted
 from aggregator.rates import DeviceEvents
 from aggregator.storage.background import WriteBatch
-from aggregator.storage.blobs import FolderBlobs
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.log import notify
@@ -42,12 +41,14 @@ class AcceptedSubmissions:
         """Store a submission in place of its device's earlier one; raises StateError if it cannot be stored."""
         digest = record.entry.digest
         self.prepare(digest, payload)
-        if isinstance(
-            self._store.blobs, FolderBlobs
-        ):  # another program may have deleted it since `prepare` found it
-            self._store.blobs.put_in_batch(payload, digest=digest, batch=self._writing)
+        # Again: another program may have deleted it since `prepare` found it.
+        self._store.blobs.put_in_batch(payload, digest=digest, batch=self._writing)
         self._store.submissions.put(self._task, record)
         self._to_log.append(record)
+
+    def wait(self) -> None:
+        """Wait for the payloads that `prepare` stores; raises StateError if one cannot be stored."""
+        self._writing.wait()
 
     def flush(self) -> None:
         """Make the payloads durable; raises StateError if they cannot be stored."""

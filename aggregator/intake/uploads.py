@@ -16,7 +16,7 @@ from aggregator.intake.intake_status import IntakeStatus
 from aggregator.intake.reassembly import Complete, Reassembly
 from aggregator.intake.validation import Refused
 from aggregator.storage.store import Store
-from protocol.errors import NotLeader, StateError
+from protocol.errors import StateError
 from protocol.log import event
 from protocol.storage.blobstore import state_errors
 from protocol.wire.messages import Frame, Receipt
@@ -118,9 +118,7 @@ class Uploads:
         self.commit()
 
     def stop(self, error: StateError) -> None:
-        """Stop the intake, because something could not be stored; raises the error if another aggregator leads."""
-        if isinstance(error, NotLeader):
-            raise error
+        """Stop the intake, because something could not be stored."""
         if self.is_stopped:
             log.debug("%s", error)
             return

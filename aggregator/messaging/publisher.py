@@ -21,10 +21,8 @@ MAX_BACKLOG = 1024
 class Publisher:
     """An MQTT session that subscribes to topics, and publishes to devices and to the whole fleet.
 
-    `subscriptions` are those beside the fleet's own topics; `presence` is that of this start of the aggregator. While
-    `leads` returns False, it publishes nothing, and does not connect. With `is_shared` all leaders of the fleet have
-    one MQTT client id: the broker ends an earlier leader's connection. `on_event` is called from a thread, and must
-    only enqueue.
+    `subscriptions` are those beside the fleet's own topics; `presence` is that of this start of the aggregator.
+    `may_connect` is that of `Session`. `on_event` is called from a thread, and must only enqueue.
     """
 
     def __init__(
@@ -36,28 +34,23 @@ class Publisher:
         presence: OwnPresence,
         subscriptions: Sequence[str],
         on_event: Callable[[mqtt.Event], None],
-        leads: Callable[[], bool] = lambda: True,
-        is_shared: bool = False,
+        may_connect: Callable[[], bool] = lambda: True,
     ) -> None:
         self.presence = presence
         self.own_topics = {fleet_topic(fleet, channel): channel for channel in OWN_CHANNELS}
         self.chunk_bytes = MAX_CHUNK_BYTES
         """Payload bytes of a frame, as the broker's packet size allows."""
         self._fleet = fleet
-        name = "aggregator" if is_shared else f"aggregator-{presence.client_id}"
         self._session = mqtt.Session(
             broker,
-            client_id=f"pf-{fleet}-{name}",
+            client_id=f"pf-{fleet}-aggregator-{presence.client_id}",
             subscriptions=[*subscriptions, *self.own_topics],
             on_event=on_event,
             access=access,
             will=lambda: presence.outgoing("offline"),
             manual_ack=True,
-            may_connect=leads,
+            may_connect=may_connect,
         )
-        self._leads = leads
-        self.has_dropped = False
-        """A publication was dropped, because another aggregator might lead; the caller clears it."""
         self._unacknowledged: list[mqtt.Received] = []
         self._is_congested = False
 
@@ -66,7 +59,7 @@ class Publisher:
         self._session.start()
 
     def stop(self) -> None:
-        self._session.stop([self.presence.outgoing(self.presence.final_state)] if self._leads() else ())
+        self._session.stop([self.presence.outgoing(self.presence.final_state)])
 
     def acknowledge(self, messages: Sequence[mqtt.Received]) -> None:
         """Acknowledge messages, so that the broker sends others: not while too many answers wait for the broker."""
@@ -80,30 +73,24 @@ class Publisher:
 
     def publish_to_device(self, device: str, channel: DeviceChannel, message: Message | Frame) -> None:
         topic = device_topic(self._fleet, device, channel)
-        self._send(mqtt.Outgoing(topic, encode(message), channel in RETAINED))
+        self._session.send(mqtt.Outgoing(topic, encode(message), channel in RETAINED))
 
     def publish_presence(self) -> None:
-        self._send(self.presence.outgoing("online"))
+        self._session.send(self.presence.outgoing("online"))
 
     def publish_to_fleet(self, channel: FleetChannel, payload: bytes) -> None:
         """Publish to all devices; an empty payload clears a retained message."""
-        self._send(self._outgoing(channel, payload))
+        self._session.send(self._outgoing(channel, payload))
 
     def request_sum(self, payload: bytes) -> None:
         """Publish a request to the second operator."""
         for frame in frames_of(payload, digest=digest_of(payload), chunk_bytes=self.chunk_bytes):
             topic = fleet_topic(self._fleet, "sums/request")
-            self._send(mqtt.Outgoing(topic, encode(frame), retain=False))
+            self._session.send(mqtt.Outgoing(topic, encode(frame), retain=False))
 
     def broadcast(self, payload: bytes) -> None:
         for frame in frames_of(payload, digest=digest_of(payload), chunk_bytes=self.chunk_bytes):
-            self._send(self._outgoing("cast", encode(frame)))
+            self._session.send(self._outgoing("cast", encode(frame)))
 
     def _outgoing(self, channel: FleetChannel, payload: bytes) -> mqtt.Outgoing:
         return mqtt.Outgoing(fleet_topic(self._fleet, channel), payload, channel in RETAINED)
-
-    def _send(self, outgoing: mqtt.Outgoing) -> None:
-        if not self._leads():
-            self.has_dropped = True
-            return
-        self._session.send(outgoing)

@@ -22,7 +22,7 @@ from aggregator.security.identity import (
     revoke_key,
     write_revocation_list,
 )
-from aggregator.security.key_rotation import key_certificates, require_fleet_key, root_of
+from aggregator.security.key_rotation import key_certificates, root_of
 from aggregator.storage.devices import Key
 from aggregator.storage.store import Store
 from protocol.enrollment import FORMAT, EnrollmentCard, card_text, read_card
@@ -77,7 +77,7 @@ def enroll(  # noqa: PLR0913 - every option of the command line
                 f"{device} is already {state}: --renew replaces its keys and revokes the old ones"
             )
         _check_quota(known, store.keys.valid(), max_devices)
-        require_fleet_key(store)
+        store.database.check_folder()
         ca = open_ca(store.folder, fleet)
         now = utc_now()
         issued = issue_client(ca, device, now=now, days=days)

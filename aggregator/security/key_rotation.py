@@ -36,31 +36,6 @@ def key_certificates(state: Path, public: bytes) -> tuple[KeyCertificate, ...]:
     return tuple(each for each in found if each.number <= newest)
 
 
-def require_fleet_key(store: Store) -> None:
-    """Check that the state directory has the signing key of its fleet, if the fleet's tables are in PostgreSQL.
-
-    Raises:
-        ConfigError: it has another one, or none.
-    """
-    known = store.facts.get(SigningKey)
-    if known is None or not store.database.is_shared:
-        return
-    file = identity_folder(store.folder) / "signing.key"
-    if file.is_file():
-        own = public_key(read_key(file))
-        certificates = key_certificates(store.folder, own)
-        if known.public in {
-            own.hex(),
-            *(key.hex() for each in certificates for key in (each.signer, each.key)),
-        }:
-            return
-    problem = "is not the fleet's signing key" if file.is_file() else "is missing"
-    raise ConfigError(
-        f"{file} {problem}: copy the folder identity of the fleet's other aggregator into {store.folder}; the fleet's "
-        f"public key begins with {known.public[:16]}"
-    )
-
-
 def root_of(certificates: tuple[KeyCertificate, ...]) -> bytes:
     """Return the root key that the newest certificate names; empty if the fleet has none."""
     return certificates[-1].root if certificates else b""

@@ -17,7 +17,6 @@ from aggregator.messaging.blob_sender import BlobSender
 from aggregator.messaging.manifest_signer import identity_of
 from aggregator.messaging.publisher import Publisher
 from aggregator.security.identity import aggregator_access, restore_access
-from aggregator.security.key_rotation import require_fleet_key
 from aggregator.server.announcements import TAKE_OVER, Announcements
 from aggregator.server.events import Event, Events, Stop, next_batch
 from aggregator.server.message_intake import MessageIntake
@@ -30,12 +29,12 @@ from aggregator.training.job_processes import Finished, Progress
 from protocol.errors import StateError, ThreadFailed
 from protocol.log import event as log_event
 from protocol.mqtt import reconnecting_session as mqtt
-from protocol.mqtt.own_presence import OwnPresence, Replaced, require_not_replaced
+from protocol.mqtt.own_presence import OwnPresence, require_not_replaced
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, Brokers
 from protocol.service_manager import ServiceManager
 from protocol.wire.messages import Submission
 from protocol.wire.presence import Duplicate
-from protocol.wire.topics import FleetChannel, device_filters, fleet_topic
+from protocol.wire.topics import device_filters, fleet_topic
 from protocol.wire.transfer import chunk_bytes
 
 log = logging.getLogger(__name__)
@@ -61,7 +60,6 @@ class Aggregator:
         self._events = events = events or queue.SimpleQueue()
         self._is_stopped = False
         require_not_replaced(store.facts.get(Duplicate) or Duplicate(), command=TAKE_OVER)
-        require_fleet_key(store)
         key, fleet = identity_of(store.folder), task.file.fleet
         presence = OwnPresence(epoch=_next_epoch(task, store), topic=fleet_topic(fleet, "state"), key=key)
         self._uploads = Uploads(
@@ -80,8 +78,7 @@ class Aggregator:
             presence=presence,
             subscriptions=[*replies, *device_filters(fleet)],
             on_event=events.put,
-            leads=store.database.leads,
-            is_shared=store.database.is_shared,
+            may_connect=store.database.may_connect,
         )
         restoration = self._training.restoration
         restoration.verify_all(self._releases.served)
@@ -115,7 +112,6 @@ class Aggregator:
 
         Raises:
             ThreadFailed: a thread that the program depends on has ended.
-            NotLeader: another aggregator leads.
         """
         self._publisher.start()
         try:
@@ -130,8 +126,6 @@ class Aggregator:
 
     def handle(self, batch: list[Event]) -> None:
         """Handle events, the messages among them together, and let time pass."""
-        with self._uploads.guard():
-            self._store.database.check_lead()
         for is_message, group in groupby(batch, key=lambda event: isinstance(event, mqtt.Received)):
             events = list(group)
             if is_message:
@@ -156,19 +150,8 @@ class Aggregator:
         channel = self._publisher.own_topics.get(message.topic)
         if channel is not None:
             with self._uploads.guard():
-                self._observe(channel, message.payload)
+                self._announcements.observe(channel, message.payload)
         return channel is None
-
-    def _observe(self, channel: FleetChannel, payload: bytes) -> None:
-        try:
-            self._announcements.observe(channel, payload)
-        except Replaced as replaced:
-            if (
-                not self._store.database.is_shared
-            ):  # there, it would keep the fleet's other aggregators from starting
-                with self._uploads.guard():
-                    self._store.facts.put(replaced.duplicate)
-            raise
 
     def _handle(self, event: Event) -> None:
         match event:
@@ -211,7 +194,6 @@ class Aggregator:
         self._update_releases()
         self._announcements.publish_new_head()
         self._announcements.refresh()
-        self._announcements.restore_dropped()
         with self._uploads.guard():
             self._store.clock.keep()
             self._training.tick()

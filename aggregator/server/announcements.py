@@ -96,12 +96,6 @@ class Announcements:
             for channel in filter(self._published.get, self._signer.due()):
                 self._publish(channel)
 
-    def restore_dropped(self) -> None:
-        """Publish everything again after publications that were dropped because another aggregator might have led."""
-        if self.publisher.has_dropped and self.is_connected and self.store.database.leads():
-            self.publisher.has_dropped = False
-            self.connected()
-
     def _publish(self, channel: FleetChannel) -> None:
         """Publish a signed manifest, or clear its topic if there is none; also while nothing can be stored."""
         if channel == "head":
@@ -159,8 +153,7 @@ class OwnTopic:
         """Take note of a presence on the topic, or of what has replaced it.
 
         Raises:
-            Replaced: another aggregator with this key has started later; the caller stores it, after the transaction.
-            NotLeader: that one leads the fleet on the same PostgreSQL database.
+            Replaced: another aggregator with this key has started later.
             ConfigError: another aggregator has started later for this open fleet.
         """
         try:
@@ -181,11 +174,11 @@ class OwnTopic:
         if not own.has_signed(presence):
             self._refuse_other_key(presence, is_closed=is_closed)
         if reaction is Reaction.STAY_OUT:
-            self.store.database.check_lead()
-            raise Replaced(duplicate_of(presence, started_later=True), command=TAKE_OVER)
-        if (
-            reaction is Reaction.REPORT and not self.store.database.is_shared
-        ):  # there it has led before, and was replaced
+            replaced = Replaced(duplicate_of(presence, started_later=True), command=TAKE_OVER)
+            with self.uploads.guard():
+                self.store.facts.put(replaced.duplicate)
+            raise replaced
+        if reaction is Reaction.REPORT:
             self._report(duplicate_of(presence, started_later=False))
         served = self.store.facts.get(ServedTask)
         if served is not None and own.epoch > served.epoch:

@@ -6,7 +6,6 @@ from aggregator.messaging.blob_sender import BlobSender
 from aggregator.messaging.publisher import Publisher
 from aggregator.server.device_messages import DeviceMessages
 from aggregator.server.store_view import StoreView
-from aggregator.storage.blobs import FolderBlobs
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task
 from protocol.errors import StateError
@@ -74,8 +73,7 @@ class MessageIntake:
             for message in messages:
                 self._messages.read(message.topic, message.payload)
         self.store.database.check_file()
-        if not isinstance(self.store.blobs, FolderBlobs):
-            self._accepted.flush()
+        self._accepted.wait()
         if self._messages.has_items():
             with self.store.transaction():
                 self.view.refresh()

@@ -2,23 +2,17 @@
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from aggregator import EXTRAS
 from aggregator.supervised import run_program
-from protocol.errors import ConfigError, ProtofleetError, StateError
+from protocol.errors import ProtofleetError, StateError
 from protocol.log import event
 from protocol.mqtt.tls import BrokerAccess, BrokerAddress
-
-if TYPE_CHECKING:
-    from aggregator.storage.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -47,42 +41,31 @@ def run(settings: ServeSettings, _pipe: Connection) -> None:
         StateError: the state directory cannot be used.
         ThreadFailed: a thread that it depends on has ended.
     """
-    from protocol.cli import require_packages, start_logging
+    from protocol.cli import start_logging
 
     start_logging(verbose=settings.verbose)
+    from aggregator.cluster_modules import ENGINES, cluster_module
     from aggregator.config.task_file import class_name_notes, load_task
     from aggregator.config.training_packages import require_packages_of
     from aggregator.server.aggregator import prepare, serve
-    from aggregator.server.standby import Standby, until_answered
-    from aggregator.storage.open_store import open_store
+    from aggregator.storage.open_store import open_store, run_with_store
 
     task_file, backbones = load_task(settings.task)
     require_packages_of(task_file)
     for note in class_name_notes(task_file.classes):
         log.warning("class names: %s", note)
-    if task_file.training.engine == "ray":
-        require_packages("ray", extras=f"{EXTRAS},ray")
-        if not os.environ.get("RAY_ADDRESS"):
-            raise ConfigError('engine = "ray" needs a cluster: set RAY_ADDRESS=HOST:PORT')
-    wait_for_folder(settings.state)
-    standby = Standby(settings.state)
+    if (engine := task_file.training.engine) in ENGINES:
+        cluster_module(ENGINES, engine).require()
+    state, database = settings.state, settings.database
+    wait_for_folder(state)
 
-    def open_to_lead() -> "Store":
-        return open_store(
-            settings.state,
-            lock=True,
-            blobs=settings.blobs,
-            database=settings.database,
-            fleet=task_file.fleet,
-            standby=standby.wait,
-        )
-
-    def lead() -> None:
-        with contextlib.closing(standby.open(open_to_lead)) as store, reason_kept(settings.state):
+    def open_and_serve() -> None:
+        opened = open_store(state, lock=True, blobs=settings.blobs, database=database, fleet=task_file.fleet)
+        with contextlib.closing(opened) as store, reason_kept(state):
             prepared, access = prepare(task_file, backbones, store, settings.access)
             serve(prepared, store, broker=settings.brokers, access=access)
 
-    until_answered(lambda: standby.repeat(lead))
+    run_with_store(state, database, open_and_serve)
 
 
 def wait_for_folder(state: Path) -> None:

@@ -3,7 +3,8 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from aggregator.status.model import Attention, Device, Quota, Quotas, Status
+from aggregator.status.devices import Device
+from aggregator.status.model import Attention, Status
 from protocol.cli import counted
 from protocol.wire.messages import DRIFT_LIMIT
 
@@ -95,21 +96,10 @@ def _with_text(devices: Iterable[Device], text_of: Callable[[Device], str], what
 
 
 def _of_quotas(status: Status) -> Iterator[Attention]:
-    full = [text for quota, text in usages(status.quotas) if quota.is_nearly_used_up]
+    full = [text for quota, text in status.quotas.usages() if quota.is_nearly_used_up]
     if full:
         advice = "raise it in the task file, or revoke or forget devices"
         yield Attention("warning", "quota nearly used up", f"{', '.join(full)}: {advice}")
-
-
-def usages(quotas: Quotas) -> Iterator[tuple[Quota, str]]:
-    """Yield each quota that is set, and how much of it is used."""
-    for quota, unit, what in (
-        (quotas.devices, 1, "devices (limits.max_devices)"),
-        (quotas.storage_bytes, 1024**2, "MiB of submissions (limits.max_storage_mb)"),
-        (quotas.uploads, 1, "uploads an hour (limits.uploads_per_hour)"),
-    ):
-        if quota.limit is not None:
-            yield quota, f"{quota.used / unit:.4g} of {quota.limit / unit:.4g} {what}"
 
 
 def names(found: Sequence[str], most: int = SHOWN) -> str:

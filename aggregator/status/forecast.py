@@ -7,14 +7,25 @@ the prototypes themselves was not right: left-out prototypes are few, and 3 to 4
 import math
 from collections.abc import Iterator, Sequence
 from statistics import NormalDist
+from typing import Annotated
 
-from aggregator.status.model import Forecast
+import msgspec
+from msgspec import Meta
 
 LEAST, MOST = 0.05, 0.35
 """Share of the errors that a doubling of the images removes."""
 
 Z = NormalDist().inv_cdf(0.9)
 """Half the width of the 80 % interval of the share of errors, in standard deviations."""
+
+
+class Forecast(msgspec.Struct, frozen=True, kw_only=True):
+    """The gain in accuracy that twice as many images should bring, from and to, 0 to 1."""
+
+    label: Annotated[str, Meta(description="The class; empty for all.")]
+    images: Annotated[int, Meta(description="Held-out images of it.")]
+    least: float
+    most: float
 
 
 def gain(correct: int, incorrect: int) -> tuple[float, float] | None:

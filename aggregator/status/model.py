@@ -1,20 +1,30 @@
-"""The output of `aggregator status --json`. `docs/status.schema.json` is generated from these structs."""
+"""The status: each figure once, with its description, and with its metrics or its line where it has any.
 
+`aggregator status` and `docs/status.schema.json`, the HTTP API and `/metrics` are made from it. A new figure is a field
+here or in the struct of its part, and an argument where the struct is made, in `collect.py` or beside it.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from aggregator.intake.intake_status import IntakeStatus
+from aggregator.status.devices import Device
+from aggregator.status.figures import Line, Metric, number, total
+from aggregator.status.forecast import Forecast
+from aggregator.status.heads import Head, of_current, of_newest
+from aggregator.status.privacy import NEARLY, Privacy, Sums
 from aggregator.storage.devices import ForgottenDevice, QuarantinedDevice, Refusal, UnixSeconds
 from aggregator.storage.stored_values import TrainingProgress
 from aggregator.storage.submissions import LostSubmission
 from protocol.wire.presence import Duplicate
 
-NEARLY = 0.9
-"""Share of a quota from which it needs attention."""
-
-HeadState = Literal["current", "candidate", "rejected", ""]
+LATELY_S = 600.0
+"""Seconds for which a device with a refused message counts as one."""
 
 
 class Enrollment(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,11 +51,15 @@ class FailedTraining(msgspec.Struct, frozen=True, kw_only=True):
 class Round(msgspec.Struct, frozen=True, kw_only=True):
     """The open round."""
 
-    number: int
-    rounds: Annotated[int, Meta(description="Rounds of the task.")]
+    number: Annotated[int, Meta(description="Number of the open round."), Metric("round")]
+    rounds: Annotated[int, Meta(description="Rounds of the task."), Metric("rounds")]
     over: Annotated[bool, Meta(description="All rounds are over.")]
     min_devices: int
-    devices: Annotated[tuple[str, ...], Meta(description="Devices that have submitted for this round.")]
+    devices: Annotated[
+        tuple[str, ...],
+        Meta(description="Devices that have submitted for the open round."),
+        Metric("round_devices", value=len),
+    ]
     carried: Annotated[tuple[str, ...], Meta(description="Devices whose earlier submission still counts.")]
 
 
@@ -62,64 +76,10 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """The heads that devices use."""
 
+    newest: Annotated[int, Meta(description="Version of the newest head; 0 if there is none.")]
     current: Annotated[int, Meta(description="Version of the current head; 0 if there is none.")]
     candidate: Candidate | None
     requested: Annotated[int | None, Meta(description="Head that a pending operator command makes current.")]
-
-
-class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
-    """Results on held-out images."""
-
-    correct: int = 0
-    incorrect: int = 0
-    accuracy: Annotated[float | None, Meta(description="On the devices' own mixture of classes.")] = None
-    balanced: Annotated[
-        float | None,
-        Meta(
-            description="Mean over all classes that have prototypes; of a device, only if its model is personal. "
-            "Classes of which it has no held-out images count as not recognized."
-        ),
-    ] = None
-    with_prior: Annotated[
-        float | None,
-        Meta(
-            description="As `accuracy`, with the prior of `edge-client predict --prior auto`; null if no device "
-            "reports it, and a device that does not counts without."
-        ),
-    ] = None
-
-
-class Device(Accuracy, frozen=True, kw_only=True):
-    """A device, and the results of the head that it uses."""
-
-    device: str
-    state: Annotated[
-        str, Meta(description="online, stopped or offline; or unknown, enrolled, not enrolled or revoked.")
-    ]
-    seen_s: UnixSeconds | None
-    runtime: str | None
-    problem: Annotated[str, Meta(description="Why the device does not take part.")]
-    warning: Annotated[str, Meta(description="What its operator should do, although it takes part.")]
-    refused_messages: Annotated[
-        dict[str, int], Meta(description="Messages that the device has refused, by reason.")
-    ]
-    drift: Annotated[
-        float | None,
-        Meta(
-            description="How far the last predicted images are from the labeled ones, in standard deviations of "
-            "chance; null if no program on the device has predicted enough."
-        ),
-    ]
-    images: int
-    round: int | None
-    classes: int
-    prototypes: int
-    bytes: Annotated[int, Meta(description="Size of its submission.")]
-    head: Annotated[int, Meta(description="Version of the head that it uses; 0 if it uses none.")]
-    head_problem: Annotated[str, Meta(description="Why it does not use the published head.")]
-    epsilon: Annotated[
-        float | None, Meta(description="Differential privacy: the greatest total that it has reported.")
-    ]
 
 
 class Coverage(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,58 +87,6 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
 
     prototypes: int
     devices: int
-
-
-class Confusion(msgspec.Struct, frozen=True, kw_only=True):
-    """Held-out images of a class that a head puts into another one."""
-
-    label: Annotated[str, Meta(description="Their class.")]
-    predicted: Annotated[str, Meta(description="The class that the head finds most probable.")]
-    images: int
-    of: Annotated[int, Meta(description="All held-out images of their class.")]
-
-
-class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """The gain in accuracy that twice as many images should bring, from and to, 0 to 1."""
-
-    label: Annotated[str, Meta(description="The class; empty for all.")]
-    images: Annotated[int, Meta(description="Held-out images of it.")]
-    least: float
-    most: float
-
-
-class HeldOut(Accuracy, frozen=True, kw_only=True):
-    """Results of a head on all devices."""
-
-    devices: Annotated[int, Meta(description="Devices that have evaluated it.")]
-    missing: Annotated[
-        int,
-        Meta(
-            description="Held-out images that a version with a threshold for unknown images needs more; or 0."
-        ),
-    ] = 0
-    confused: Annotated[
-        tuple[Confusion, ...],
-        Meta(description="Pairs of classes with the most images first; of the current head only."),
-    ] = ()
-
-
-class Head(msgspec.Struct, frozen=True, kw_only=True):
-    """A trained head."""
-
-    version: int
-    sha256: str
-    devices: int
-    prototypes: int
-    trained_s: UnixSeconds
-    metrics: dict[str, float]
-    state: HeadState
-    reason: Annotated[str, Meta(description="Why it was rejected.")]
-    warning: Annotated[str, Meta(description="Why outlier devices were not quarantined for it; or empty.")]
-    limited: Annotated[
-        tuple[str, ...], Meta(description="Devices whose images count only in part, with the rule.")
-    ] = ()
-    held_out: HeldOut
 
 
 class Quota(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,34 +110,18 @@ class Quotas(msgspec.Struct, frozen=True, kw_only=True):
         Quota, Meta(description="Submissions accepted lately: `uploads_per_hour`; 0 if that is not set.")
     ]
 
+    def usages(self) -> Iterator[tuple[Quota, str]]:
+        """Yield each quota that is set, and how much of it is used."""
+        for quota, unit, what in (
+            (self.devices, 1, "devices (limits.max_devices)"),
+            (self.storage_bytes, 1024**2, "MiB of submissions (limits.max_storage_mb)"),
+            (self.uploads, 1, "uploads an hour (limits.uploads_per_hour)"),
+        ):
+            if quota.limit is not None:
+                yield quota, f"{quota.used / unit:.4g} of {quota.limit / unit:.4g} {what}"
 
-class Privacy(msgspec.Struct, frozen=True, kw_only=True):
-    """Differential privacy: what the task promises, and what devices have spent."""
-
-    epsilon: Annotated[float, Meta(description="Of one submission.")]
-    max_epsilon: Annotated[float, Meta(description="Of all submissions of a device.")]
-    delta: float
-    spent: Annotated[float | None, Meta(description="The greatest total that a device has reported.")]
-    nearly_spent: Annotated[int, Meta(description="Devices that have spent 90 % of `max_epsilon` or more.")]
-
-
-class Sums(msgspec.Struct, frozen=True, kw_only=True):
-    """The second operator, and the sums that it opens."""
-
-    min_devices: Annotated[int, Meta(description="Devices in a list, at least.")]
-    tolerance: Annotated[float, Meta(description="Share of these that may add no noise.")]
-    seal_key: Annotated[str, Meta(description="Public key in hex: `edge-client --second-operator`.")]
-    sign_key: Annotated[str, Meta(description="Public key in hex that signs opened sums.")]
-    lists: Annotated[int, Meta(description="Lists of devices whose sums are in the newest head.")]
-    devices: Annotated[int, Meta(description="Their devices.")]
-    left_out: Annotated[int, Meta(description="Devices of opened lists that could not be used.")]
-    requested: Annotated[int, Meta(description="Devices of the list that no head has yet; 0 for none.")]
-    requested_s: Annotated[UnixSeconds | None, Meta(description="Since when; null once it is opened.")]
-    waiting: Annotated[int, Meta(description="Devices that have submitted and are in no list.")]
-    problem: Annotated[str, Meta(description="Why the second operator has not opened it; or empty.")]
-    left_out_reason: Annotated[
-        str, Meta(description="Why the newest list was left out of all heads; or empty.")
-    ]
+    def __str__(self) -> str:
+        return ", ".join(text for _, text in self.usages())
 
 
 class Attention(msgspec.Struct, frozen=True):
@@ -240,23 +132,64 @@ class Attention(msgspec.Struct, frozen=True):
     text: Annotated[str, Meta(description="Its reason or place, and what to do.")]
 
 
+def _set(value: object) -> bool:
+    return value is not None
+
+
+def _of_quotas(figure: Callable[[Quota], float | None]) -> Callable[[Quotas], Mapping[str, float]]:
+    def values(quotas: Quotas) -> Mapping[str, float]:
+        figures = {name: figure(quota) for name, quota in msgspec.structs.asdict(quotas).items()}
+        return {name: value for name, value in figures.items() if value is not None}
+
+    return values
+
+
+def _refused(by_reason: Callable[..., Mapping[str, int]]) -> Metric:
+    text = "Messages of devices that were refused, by reason."
+    return Metric("refused_messages", text, by_reason, label="reason", is_counter=True)
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The state of an aggregator and its fleet."""
 
     attention: Annotated[tuple[Attention, ...], Meta(description="What needs an operator, worst first.")]
-    running: bool
-    leader: Annotated[
-        str, Meta(description="The machine of the aggregator that runs, on PostgreSQL; otherwise empty.")
+    running: Annotated[
+        bool,
+        Meta(description="`aggregator run` is running."),
+        Metric("aggregator_running", "1 if `aggregator run` is running."),
     ]
-    intake: IntakeStatus
+    leader: Annotated[
+        str,
+        Meta(
+            description="The machine of the aggregator that runs, if the tables are elsewhere; otherwise empty."
+        ),
+    ]
+    intake: Annotated[
+        IntakeStatus,
+        Metric(
+            "intake_stopped", "1 if uploads cannot be stored.", lambda intake: intake.stopped_s is not None
+        ),
+    ]
     aggregator_key: Annotated[str, Meta(description="Public key in hex: `edge-client --aggregator-key`.")]
     root_key: Annotated[
-        str, Meta(description="Public key in hex that signs the later ones; empty if none does.")
+        str,
+        Meta(description="Public key in hex that signs the later ones; empty if none does."),
+        Line("root key"),
     ]
     duplicate: Annotated[
-        Duplicate | None, Meta(description="Another aggregator with this key that has run at the same time.")
+        Duplicate | None,
+        Meta(description="Another aggregator with this key that has run at the same time."),
+        Metric("duplicate_aggregator", "1 if another aggregator uses this key.", _set),
     ]
-    enrollment: Enrollment
+    enrollment: Annotated[
+        Enrollment,
+        Metric(
+            "device_keys",
+            "Known keys of devices, by kind.",
+            lambda keys: {"enrolled": keys.enrolled, "first_use": keys.first_use, "revoked": keys.revoked},
+            label="kind",
+        ),
+    ]
     fleet: str
     algorithm: str
     task: Annotated[str, Meta(description="sha256 of the task manifest.")]
@@ -266,7 +199,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
             description="Algorithm of a task whose graphs are being exported, before it is served; or empty."
         ),
     ]
-    classes: tuple[str, ...]
+    classes: Annotated[tuple[str, ...], Metric("classes", "Classes of the task.", len)]
     counted: Annotated[
         Literal["prototypes", "images"],
         Meta(
@@ -274,21 +207,42 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
             "images in all of them."
         ),
     ]
-    quorum: int
+    quorum: Annotated[
+        int, Meta(description="Devices that the first head waits for."), Metric("quorum_devices")
+    ]
     retrain_after: int
-    training: TrainingProgress | None
-    failed_training: Annotated[FailedTraining | None, Meta(description="Null once the next head is trained.")]
-    submissions: int
+    training: Annotated[
+        TrainingProgress | None, Metric("training_running", "1 while a head is trained.", _set)
+    ]
+    failed_training: Annotated[
+        FailedTraining | None,
+        Meta(description="Null once the next head is trained."),
+        Metric(
+            "training_failures",
+            "Failed trainings of the next head.",
+            lambda failed: failed.failures if failed else 0,
+        ),
+    ]
+    submissions: Annotated[
+        int, Meta(description="Devices whose submission is stored."), Metric("submissions")
+    ]
     lost_submissions: Annotated[
         tuple[LostSubmission, ...],
         Meta(description="Not in any further head until the device uploads again."),
+        Metric("submissions_lost", "Submissions that the disk has lost.", len),
     ]
     lost_files: Annotated[
-        tuple[str, ...], Meta(description="sha256 of lost files that devices or trainings need.")
+        tuple[str, ...],
+        Meta(description="sha256 of lost files that devices or trainings need."),
+        Metric("lost_files", "Files that devices or trainings need and that are lost.", len),
     ]
-    waiting: Annotated[int, Meta(description="Submissions that are in no head yet.")]
+    waiting: Annotated[
+        int, Meta(description="Submissions that are in no head yet."), Metric("submissions_waiting")
+    ]
     closes_at_s: Annotated[
-        UnixSeconds | None, Meta(description="When the round or the collection closes at the latest.")
+        UnixSeconds | None,
+        Meta(description="When the open collection or round closes at the latest."),
+        Metric("collection_closes_timestamp_seconds"),
     ]
     rate_limited_until_s: Annotated[
         UnixSeconds | None, Meta(description="No training starts before, by `limits.heads_per_hour`.")
@@ -297,25 +251,131 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(description="Why the enrolled devices are too few for the open collection or round; or empty."),
     ]
-    quotas: Quotas
-    privacy: Annotated[Privacy | None, Meta(description="Null without differential privacy.")]
-    sums: Annotated[Sums | None, Meta(description="Null for a task without a second operator.")]
+    quotas: Annotated[
+        Quotas,
+        Metric(
+            "quota_used",
+            "What the fleet uses of what its task file can limit.",
+            _of_quotas(lambda quota: quota.used),
+            label="quota",
+        ),
+        Metric(
+            "quota_limit", "Quotas of the task file.", _of_quotas(lambda quota: quota.limit), label="quota"
+        ),
+        Line("quotas"),
+    ]
+    privacy: Annotated[
+        Privacy | None, Meta(description="Null without differential privacy."), Line("privacy")
+    ]
+    sums: Annotated[
+        Sums | None,
+        Meta(description="Null for a task without a second operator."),
+        Metric(
+            "sum_requested_timestamp_seconds",
+            "When the sum that the second operator has neither opened nor refused was requested.",
+            lambda sums: sums.requested_s if sums and not sums.problem else None,
+        ),
+        Metric(
+            "sum_refused",
+            "1 if the second operator has refused the requested sum.",
+            lambda sums: bool(sums and sums.problem),
+        ),
+        Line("sums"),
+    ]
     round: Annotated[Round | None, Meta(description="Null for a task without rounds.")]
-    rollout: Rollout
+    rollout: Annotated[
+        Rollout,
+        Metric(
+            "head_version",
+            "Versions of heads; 0 if there is none.",
+            lambda rollout: {
+                "newest": rollout.newest,
+                "current": rollout.current,
+                "candidate": rollout.candidate.version if rollout.candidate else 0,
+            },
+            label="head",
+        ),
+    ]
     devices: tuple[Device, ...]
-    coverage: Annotated[dict[str, Coverage], Meta(description="By class.")]
-    quarantine: tuple[QuarantinedDevice, ...]
+    coverage: Annotated[
+        dict[str, Coverage],
+        Meta(description="By class."),
+        Metric(
+            "classes_covered",
+            "Classes of which a device has submitted prototypes.",
+            lambda coverage: number([each.devices for each in coverage.values()]),
+        ),
+    ]
+    quarantine: Annotated[
+        tuple[QuarantinedDevice, ...],
+        Metric(
+            "devices_quarantined",
+            "Devices whose prototypes are not trained on.",
+            lambda quarantine: number([each.released_s is None for each in quarantine]),
+        ),
+    ]
     forgotten: Annotated[
         tuple[ForgottenDevice, ...], Meta(description="Devices whose submissions an operator has deleted.")
     ]
-    heads: Annotated[tuple[Head, ...], Meta(description="Oldest first.")]
+    heads: Annotated[
+        tuple[Head, ...],
+        Meta(description="Oldest first."),
+        Metric(
+            "head_trained_timestamp_seconds",
+            "When the newest head was trained.",
+            of_newest(lambda head: head.trained_s),
+        ),
+        Metric(
+            "head_images",
+            "Images that the newest head's devices state.",
+            of_newest(lambda head: head.metrics.get("images")),
+        ),
+        Metric(
+            "head_counted_images",
+            "Images that count in the newest head.",
+            of_newest(lambda head: head.metrics.get("counted_images")),
+        ),
+        Metric(
+            "heads_rejected",
+            "Stored heads that were rejected.",
+            lambda heads: number([head.state == "rejected" for head in heads]),
+        ),
+        Metric(
+            "head_accuracy_ratio",
+            "Accuracy of the current head on all held-out images.",
+            of_current(lambda held_out: held_out.accuracy),
+        ),
+        Metric(
+            "head_balanced_accuracy_ratio",
+            "Accuracy of the current head, each class alike.",
+            of_current(lambda held_out: held_out.balanced),
+        ),
+        Metric(
+            "head_evaluations",
+            "Devices that have evaluated the current head.",
+            lambda heads: of_current(lambda held_out: held_out.devices)(heads) or 0,
+        ),
+    ]
     forecast: Annotated[
         tuple[Forecast, ...],
         Meta(description="For the current head: all classes together, then each with held-out images."),
     ]
-    refusals: tuple[Refusal, ...]
+    refusals: Annotated[
+        tuple[Refusal, ...],
+        _refused(lambda refusals: total([{each.reason: each.count} for each in refusals])),
+        Metric(
+            "devices_refused",
+            "Devices of which a message was refused in the last ten minutes, by reason.",
+            lambda refusals: Counter(
+                each.reason for each in refusals if time.time() - each.last_s < LATELY_S
+            ),
+            label="reason",
+        ),
+    ]
     earlier_refusals: Annotated[
-        dict[str, int], Meta(description="Messages refused before their devices got other keys, by reason.")
+        dict[str, int],
+        Meta(description="Messages refused before their devices got other keys, by reason."),
+        _refused(dict),
     ]
     head_path: Annotated[
         str | None, Meta(description="File of the current head; null until that is written.")

@@ -1,44 +1,27 @@
-"""Prints a status for a person, with rich: once, or again and again on a terminal."""
+"""Prints a status for a person, with rich."""
 
-import contextlib
-import io
 import time
-from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
-from rich.text import Text
 
 from aggregator.coordination.canary_comparison import canaries
-from aggregator.status.attention import names, usages
-from aggregator.status.collect import collect_status
-from aggregator.status.model import (
-    Candidate,
-    Confusion,
-    Device,
-    Enrollment,
-    Forecast,
-    Head,
-    Privacy,
-    Round,
-    Status,
-    Sums,
-)
+from aggregator.status.attention import names
+from aggregator.status.devices import Device
+from aggregator.status.figures import lines_of
+from aggregator.status.forecast import Forecast
+from aggregator.status.heads import Confusion, Head
+from aggregator.status.model import Candidate, Enrollment, Round, Status
 from aggregator.storage.heads import ADAPTER_MISSING, CALIBRATED_FROM, NO_PYTORCH
-from aggregator.storage.open_store import open_store
 from aggregator.training.jobs import FEW_IMAGES, FEW_PROTOTYPES
 from protocol.cli import counted, plain
-from protocol.errors import ProtofleetError
 
 SHOWN_HEADS = 5
 SHOWN_NAMES = 10
 SHOWN_CONFUSED = 5
-SHOWN_KEY = 16
 _STYLES = {"error": "red", "warning": "yellow"}
 """By the level of what needs attention."""
 
@@ -51,47 +34,6 @@ def render_status(status: Status, console: Console) -> None:
     console.print(_device_table(status.devices, status.counted))
     for line in _below(status):
         _print(console, *line)
-
-
-def render_page(status: Status, console: Console) -> None:
-    """Print a status for a terminal of a limited height: the devices last, those that are online first."""
-    status = msgspec.convert(_plain(msgspec.to_builtins(status)), Status)
-    for line in (*_above(status), *_below(status)):
-        _print(console, *line)
-    online_first = sorted(status.devices, key=lambda each: each.state != "online")
-    console.print(_device_table(online_first, status.counted))
-
-
-def show_live(state: Path, console: Console, *, wait: Callable[[], None]) -> None:
-    """Show the status of a state directory again after each `wait`, until that raises KeyboardInterrupt.
-
-    A state that cannot be read is shown as such, and read again.
-
-    Raises:
-        StateError: there is no state.
-    """
-    with contextlib.closing(open_store(state, read_only=True)):
-        pass
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live,
-    ):
-        while True:
-            live.update(_page(state, console), refresh=True)
-            wait()
-
-
-def _page(state: Path, console: Console) -> Text:
-    """Return a page in the width and colors of a console, which shows another one meanwhile."""
-    output = io.StringIO()
-    page = Console(file=output, force_terminal=True, width=console.width)
-    page.print(f"aggregator top  {datetime.now().astimezone():%H:%M:%S}  Ctrl-C ends", style="dim")
-    try:
-        with contextlib.closing(open_store(state, read_only=True)) as store:
-            render_page(collect_status(store), page)
-    except ProtofleetError as error:
-        page.print(plain(str(error)), style="red", markup=False, highlight=False)
-    return Text.from_ansi(output.getvalue(), no_wrap=True, overflow="ellipsis")
 
 
 def _print(console: Console, label: str, text: str, style: str = "") -> None:
@@ -109,46 +51,14 @@ def _above(status: Status) -> Iterator[tuple[str, ...]]:
     for each in status.attention:
         yield each.title, each.text, _STYLES[each.level]
     yield "key", f"{status.aggregator_key}; {_enrollment(status.enrollment)}"
-    if status.root_key:
-        yield "root key", status.root_key
-    if quotas := [text for _, text in usages(status.quotas)]:
-        yield "quotas", ", ".join(quotas)
-    if (privacy := status.privacy) is not None:
-        yield "privacy", _privacy(privacy)
-    if status.sums is not None:
-        yield "sums", _sums(status.sums)
-
-
-def _privacy(privacy: Privacy) -> str:
-    promised = f"epsilon {privacy.epsilon:g} for a submission, {privacy.max_epsilon:g} for a device"
-    spent = "none spent" if privacy.spent is None else f"at most {privacy.spent:.2f} spent"
-    return f"{promised} (delta {privacy.delta:g}); {spent}, {counted(privacy.nearly_spent, 'device')} near the limit"
-
-
-def _sums(sums: Sums) -> str:
-    keys = f"second operator {sums.seal_key[:SHOWN_KEY]}, signs with {sums.sign_key[:SHOWN_KEY]}"
-    least = f"at least {sums.min_devices} devices in a sum, of which {sums.tolerance:.0%} may add no noise"
-    opened = f"{counted(sums.lists, 'list')} of {counted(sums.devices, 'device')} opened"
-    left_out = f", {sums.left_out} left out" if sums.left_out else ""
-    return f"{keys}; {least}; {opened}{left_out}, {sums.requested} requested, {sums.waiting} waiting"
-
-
-def _problems(device: Device) -> Iterator[tuple[str, ...]]:
-    if device.problem:
-        yield "problem", f"of {device.device}: {device.problem}", "yellow"
-    if device.warning:
-        yield "warning", f"of {device.device}: {device.warning}", "yellow"
-    if device.refused_messages:
-        counts = ", ".join(f"{count} x {reason}" for reason, count in sorted(device.refused_messages.items()))
-        yield "refused", f"by {device.device}: {counts}", "yellow"
-    if device.head_problem:
-        yield "head not used", f"by {device.device}: {device.head_problem}", "yellow"
+    yield from lines_of(status)
 
 
 def _below(status: Status) -> Iterator[tuple[str, ...]]:
     """Yield label, text and style of each line below the devices."""
     for device in status.devices:
-        yield from _problems(device)
+        for label, text, style in lines_of(device):
+            yield label, f"{device.device}: {text}", style
     yield "", _coverage(status)
     yield from _few_prototypes(status)
     if progress := _progress(status):

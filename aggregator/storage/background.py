@@ -38,27 +38,31 @@ class WriteBatch:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="writing")
         self._written: dict[Path, Future[Path]] = {}
-        self._elsewhere: list[Future[None]] = []
+        self._elsewhere: dict[str, Future[None]] = {}
 
     def add(self, path: Path, data: bytes) -> None:
         """Start to write a file, which `finish` renames to its path; raises StateError without a thread to do so."""
         self._written[path] = submit(self._pool, write_beside, path, data, is_for_later=True)
 
-    def __contains__(self, path: Path) -> bool:
-        return path in self._written
+    def add_elsewhere(self, name: str, write: Future[None]) -> None:
+        """Let `wait` wait for a write to another place, too."""
+        self._elsewhere[name] = write
 
-    def wait_for(self, write: Future[None]) -> None:
-        """Let `finish` wait for a write elsewhere, too."""
-        self._elsewhere.append(write)
+    def __contains__(self, place: Path | str) -> bool:
+        return place in self._written or place in self._elsewhere
 
-    def finish(self) -> None:
-        """Wait until all files are durable, and rename them; raises StateError, and renames none, if one failed."""
-        every: list[Future[Any]] = [*self._written.values(), *self._elsewhere]
+    def wait(self) -> None:
+        """Wait until everything that was added is durable; raises StateError, and deletes it, if a write failed."""
+        every: list[Future[Any]] = [*self._written.values(), *self._elsewhere.values()]
         wait(every)
         if failures := [failure for each in every if (failure := each.exception())]:
             self.discard()
             raise failures[0]
-        written, self._written, self._elsewhere = self._written, {}, []
+
+    def finish(self) -> None:
+        """Do what `wait` does, and rename the files."""
+        self.wait()
+        written, self._written, self._elsewhere = self._written, {}, {}
         with state_errors(Path()), contextlib.ExitStack() as stack:
             for each in written.values():
                 stack.enter_context(deleted_on_failure(each.result()))
@@ -69,8 +73,8 @@ class WriteBatch:
 
     def discard(self) -> None:
         """Delete the files that were added since `finish`."""
-        wait([each for each in self._elsewhere if not each.cancel()])
-        self._elsewhere = []
+        wait([each for each in self._elsewhere.values() if not each.cancel()])
+        self._elsewhere = {}
         with contextlib.suppress(OSError, StateError):
             self._written = {path: each for path, each in self._written.items() if not each.cancel()}
             wait(self._written.values())

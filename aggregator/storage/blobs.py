@@ -1,30 +1,60 @@
-"""The aggregator's blobs by their digest: in a folder of its state directory, or in an object store."""
+"""The aggregator's blobs by their digest: in a folder of its state directory, or elsewhere."""
 
-from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
-from uuid import uuid4
+from typing import Protocol
 
-from aggregator.storage.background import WriteBatch, submit
+from aggregator.cluster_modules import BLOBS, cluster_module
+from aggregator.storage.background import WriteBatch
 from aggregator.storage.stored_values import BlobLocation
-from protocol.cli import require_packages
 from protocol.errors import BlobLost, StateError
 from protocol.storage.blobstore import BlobStore
 from protocol.storage.facts import Facts
 
-if TYPE_CHECKING:
-    from aggregator.storage.object_blobs import ObjectBlobs
 
-Blobs: TypeAlias = "FolderBlobs | ObjectBlobs"
-"""Content-addressed files, by the methods that both have."""
+class Blobs(Protocol):
+    """Content-addressed files; each method raises StateError if they cannot be used, see also `BlobStore`."""
 
-AHEAD = 8
-"""Blobs that are in memory or on their way, at most."""
+    @property
+    def location(self) -> str:
+        """The place, as `open_blobs` takes it."""
 
-AHEAD_BYTES = 64 * 1024**2
-"""Their bytes, if none is larger than the largest one so far; a larger blob is read alone."""
+    def check_writable(self) -> None:
+        """Raise StateError if nothing can be written."""
+
+    def __contains__(self, digest: bytes) -> bool: ...
+
+    def digests(self) -> Iterator[bytes]: ...
+
+    def put(self, data: bytes) -> bytes:
+        """Store `data` and return its digest; a damaged blob is replaced."""
+
+    def put_in_batch(self, data: bytes, *, digest: bytes, batch: WriteBatch) -> None:
+        """Add `data`, whose digest was verified, to a batch unless it is stored or in the batch."""
+
+    def is_whole(self, digest: bytes) -> bool:
+        """Return True if a blob exists and its digest is correct."""
+
+    def size(self, digest: bytes) -> int:
+        """Return the bytes of a blob that `verified_path` has returned."""
+
+    def path(self, digest: bytes) -> Path:
+        """Return the path of a blob, which exists once `verified_path` has returned it."""
+
+    def read(self, digest: bytes) -> bytes:
+        """Return a blob after verifying its digest; raises BlobLost if it is missing or damaged."""
+
+    def read_each(self, digests: Iterable[bytes]) -> Iterator[bytes | BlobLost]:
+        """Yield each blob, verified, or the error of one that is lost."""
+
+    def verified_path(self, digest: bytes) -> Path:
+        """Return a blob's path after verifying its digest; raises BlobLost if it is missing or damaged."""
+
+    def delete(self, digests: Collection[bytes]) -> None:
+        """Delete blobs, damaged ones too, if they exist."""
+
+    def keep_only(self, digests: Collection[bytes]) -> None:
+        """Delete all other blobs, but those that are being written."""
 
 
 class FolderBlobs(BlobStore):
@@ -40,82 +70,42 @@ class FolderBlobs(BlobStore):
             raise StateError(f"cannot use {self.folder}: the folder was deleted: restart the aggregator")
 
     def put_in_batch(self, data: bytes, *, digest: bytes, batch: WriteBatch) -> None:
-        """Add `data`, whose digest was verified, to a batch."""
         if (path := self.path(digest)) not in batch and not self.is_whole(digest):
             batch.add(path, data)
 
+    def read_each(self, digests: Iterable[bytes]) -> Iterator[bytes | BlobLost]:
+        return (blob_or_loss(self, digest) for digest in digests)
 
-def object_store(location: str, *, cache: Path | None = None) -> "ObjectBlobs":
-    """Return the blobs at s3://BUCKET/PREFIX, as `ObjectBlobs` does; raises RuntimeMissing without obstore."""
-    require_packages("obstore", extras="cluster")
-    from aggregator.storage.object_blobs import ObjectBlobs
 
-    return ObjectBlobs(location, cache=cache)
+def blob_or_loss(blobs: Blobs, digest: bytes) -> bytes | BlobLost:
+    try:
+        return blobs.read(digest)
+    except BlobLost as error:
+        return error
 
 
 def open_blobs(location: str) -> Blobs:
     """Return the blobs at a location for a job, which makes no copies that outlive it.
 
     Args:
-        location: the folder of a state directory, or s3://BUCKET/PREFIX.
+        location: the folder of a state directory, or a URL.
     """
     if "://" in location:
-        return object_store(location)
+        elsewhere: Blobs = cluster_module(BLOBS, location).open_blobs(location)
+        return elsewhere
     return FolderBlobs(Path(location), damaged=Path(location).with_name("damaged"))
 
 
 def blobs_of(folder: Path, facts: Facts, configured: str) -> Blobs:
-    """Return the blobs of an aggregator: at `configured`, or else where its database says they are.
-
-    The blobs of the folder are copied to an object store that is given for the first time.
+    """Return the blobs of an aggregator: at the URL `configured`, or else where its database says they are.
 
     Raises:
-        ConfigError: the object store is another aggregator's.
+        ConfigError: the place is of no known kind, or another aggregator's.
         StateError: it cannot be used, or is not the one that the database refers to.
     """
-    stored = facts.get(BlobLocation) or BlobLocation(owner=uuid4().hex)
-    location = configured.rstrip("/") or stored.location
+    stored = facts.get(BlobLocation)
+    location = configured or (stored.location if stored else "")
     if not location:
         return open_blobs(str(folder / "blobs"))
-    blobs = object_store(location, cache=folder / "copies")
-    is_first = not stored.location
-    if is_first:
-        facts.put(stored)  # before the claim: an interrupted start claims it again
-    blobs.claim(stored.owner, is_new=is_first)
-    if is_first and (folder / "blobs").is_dir():
-        before = BlobStore(folder / "blobs")
-        for digest in before.digests():
-            if before.is_whole(digest):
-                blobs.put(before.read(digest))
-    if location != stored.location:
-        facts.put(BlobLocation(owner=stored.owner, location=location))
-    return blobs
-
-
-def read_each(blobs: Blobs, digests: Iterable[bytes]) -> Iterator[bytes | BlobLost]:
-    """Yield each blob, verified, or the error of one that is lost; raises StateError if one cannot be read."""
-    if isinstance(blobs, FolderBlobs):  # a disk answers at once
-        yield from (_blob_or_loss(blobs, digest) for digest in digests)
-        return
-    pool = ThreadPoolExecutor(AHEAD, thread_name_prefix="reading")
-    reading: deque[Future[bytes | BlobLost]] = deque()
-    largest, limit = 1, 2
-    try:
-        for digest in digests:
-            reading.append(submit(pool, _blob_or_loss, blobs, digest))
-            while len(reading) >= limit:
-                blob = reading.popleft().result()
-                largest = max(largest, len(blob) if isinstance(blob, bytes) else 0)
-                limit = max(1, min(AHEAD, AHEAD_BYTES // largest))
-                yield blob
-        for each in reading:
-            yield each.result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _blob_or_loss(blobs: Blobs, digest: bytes) -> bytes | BlobLost:
-    try:
-        return blobs.read(digest)
-    except BlobLost as error:
-        return error
+    elsewhere: Blobs = cluster_module(BLOBS, location).blobs_of(folder, facts, location)
+    return elsewhere

@@ -1,22 +1,21 @@
-"""Opening a state directory, whose tables are in SQLite or PostgreSQL."""
+"""Opening a state directory, whose tables are an SQLite file in it, or elsewhere."""
 
 import contextlib
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
+from aggregator.cluster_modules import DATABASES, cluster_module
 from aggregator.storage import schema
 from aggregator.storage.blobs import blobs_of
 from aggregator.storage.store import FleetDatabase, Store
 from aggregator.storage.stored_values import ServedTask
-from protocol.cli import require_packages
-from protocol.errors import ConfigError, ProtofleetError, StateError
+from protocol.errors import ConfigError, StateError
 from protocol.storage.blobstore import delete_temporary_files, state_errors, write_atomically
 from protocol.storage.database import Database
-from protocol.storage.elapsed_clock import machine_time
+from protocol.storage.elapsed_clock import ElapsedClock
 from protocol.storage.facts import Facts
 from protocol.storage.folder_lock import FolderLock
 from protocol.storage.state_folder import database_of, make_state_folder
@@ -31,28 +30,26 @@ _ADVICE = (
 
 
 class Location(msgspec.Struct, frozen=True):
-    """A fleet's place in a PostgreSQL database, by a URL without a password."""
+    """A fleet's place in a database elsewhere, by a URL without a password."""
 
     database: str
     fleet: str
 
 
 class SqliteDatabase(Database):
-    """The tables of one aggregator, which leads its fleet alone; `PostgresDatabase` has the same methods.
+    """The tables of one aggregator, in its state directory.
 
     Args:
         folder: the state directory, created unless `read_only`.
         read_only: read an existing file.
-        lock: taken while the file is opened, or with `is_leader` until `close`.
-        is_leader: this program is the aggregator.
+        lock: taken while the file is opened, or with `holds_lock` until `close`.
+        holds_lock: this program is the aggregator.
 
     Raises:
         StateError: there is no file to read, it cannot be used, or another aggregator has locked the directory.
     """
 
-    is_shared = False
-
-    def __init__(self, folder: Path, *, read_only: bool, lock: FolderLock, is_leader: bool) -> None:
+    def __init__(self, folder: Path, *, read_only: bool, lock: FolderLock, holds_lock: bool) -> None:
         self._folder_lock = lock
         file = database_of("aggregator", folder)
         if not read_only:
@@ -69,7 +66,7 @@ class SqliteDatabase(Database):
             migrations=schema.MIGRATIONS,
             read_only=read_only,
             lock=lock,
-            holds_lock=is_leader,
+            holds_lock=holds_lock,
             advice=_ADVICE,
         )
         self._open_files, self._damage = self._files(), ""
@@ -80,15 +77,14 @@ class SqliteDatabase(Database):
     def leader(self) -> str:
         return ""
 
-    def leads(self) -> bool:
-        """Return True: no other aggregator can use the file."""
+    def may_connect(self) -> bool:
         return True
 
-    def check_lead(self) -> None:
-        """Do nothing, as `leads` is always True."""
+    def check_folder(self) -> None:
+        """Do nothing: the tables are in the state directory."""
 
-    def machine_time(self) -> tuple[str, float]:
-        return machine_time()
+    def clock(self, facts: Facts) -> ElapsedClock:
+        return ElapsedClock(facts, read_only=self._read_only)
 
     def snapshot(self) -> contextlib.AbstractContextManager[sqlite3.Connection]:
         """Let all reads of the body see the file as it is at the first of them, whatever other processes write."""
@@ -142,7 +138,6 @@ def open_store(
     blobs: str = "",
     database: str = "",
     fleet: str = "",
-    standby: Callable[[str], None] | None = None,
 ) -> Store:
     """Open the aggregator's state directory, created if missing.
 
@@ -151,39 +146,33 @@ def open_store(
         read_only: read the state of an aggregator that may be running.
         lock: keep other aggregators out until `close`. Without it, the state of a running aggregator can be changed,
             but not migrated.
-        blobs: s3://BUCKET/PREFIX, or empty: then the blobs are where they were before, at first in the directory.
-        database: a URL of PostgreSQL (`postgresql://[USER@]HOST[:PORT]/DATABASE`), which holds the tables in place of
-            an SQLite file. The directory remembers it.
+        blobs: a URL of `cluster_modules.BLOBS`, or empty: then the blobs are where they were before, at first in the
+            directory.
+        database: a URL of `cluster_modules.DATABASES`, which holds the tables in place of an SQLite file. The
+            directory remembers it.
         fleet: the fleet's name, which is checked; necessary for a new `database`.
-        standby: with `lock`, called about every second while another aggregator leads the fleet on PostgreSQL, with its
-            machine's name; it may raise. None to raise StateError instead of waiting.
 
     Raises:
         ConfigError: the directory is a device's, another fleet's or among Python source files, or the URL or the blobs
             cannot be used.
-        RuntimeMissing: psycopg is not installed.
+        RuntimeMissing: the libraries for a URL are not installed.
         StateError: the state cannot be used, another protofleet wrote it, or another aggregator has locked it.
     """
     location = Location(database, fleet) if database else recorded_location(folder)
     if location is not None and fleet:
         _check_fleet(folder, fleet, location.fleet)
-    folder_lock = FolderLock(folder)
     opened: FleetDatabase
     if location is None:
-        opened = SqliteDatabase(folder, read_only=read_only, lock=folder_lock, is_leader=lock)
+        opened = SqliteDatabase(folder, read_only=read_only, lock=FolderLock(folder), holds_lock=lock)
     else:
-        opened = _open_postgresql(
-            folder, location, read_only=read_only, lock=folder_lock if lock else None, standby=standby
-        )
+        opened = _open_elsewhere(folder, location, read_only=read_only, lock=lock)
     try:
         if lock:
             delete_temporary_files(folder)
         served = Facts(opened).get(ServedTask)
         if fleet and served is not None:
             _check_fleet(folder, fleet, served.fleet)
-        store = Store(folder, opened, read_only=read_only)
-        if lock and served is not None:
-            store.require_blobs()
+        store = Store(folder, opened)
         if not read_only:
             store.blobs = blobs_of(folder, store.facts, blobs)
     except BaseException:
@@ -192,46 +181,32 @@ def open_store(
     return store
 
 
-def _open_postgresql(
-    folder: Path,
-    location: Location,
-    *,
-    read_only: bool,
-    lock: FolderLock | None,
-    standby: Callable[[str], None] | None,
-) -> FleetDatabase:
-    _check_url(location.database)
+def run_with_store(folder: Path, database: str, run: Callable[[], None]) -> None:
+    """Call `run`, which opens the state directory with `lock`; with tables elsewhere, it may be called again."""
+    location = Location(database, "") if database else recorded_location(folder)
+    if location is None:
+        run()
+    else:
+        cluster_module(DATABASES, location.database).run(run)
+
+
+def _open_elsewhere(folder: Path, location: Location, *, read_only: bool, lock: bool) -> FleetDatabase:
+    module = cluster_module(DATABASES, location.database)
+    module.check_url(location.database)
     if not location.fleet:
         raise ConfigError("expected the name of the fleet whose tables --store holds: give --task")
-    require_packages("psycopg", extras="cluster")
-    from aggregator.storage.postgresql import PostgresDatabase
-    from aggregator.storage.postgresql_lead import LeadingDatabase
-
     before = recorded_location(folder)
     if not read_only:
         make_state_folder(folder)
-        _record(folder, location)  # at once: other commands use it while this one is a standby
-    try:
-        if lock is not None:
-            return LeadingDatabase(location.database, fleet=location.fleet, lock=lock, standby=standby)
-        return PostgresDatabase(location.database, fleet=location.fleet, read_only=read_only)
-    except ProtofleetError:
-        if not read_only and before is not None:
-            _record(folder, before)  # the new URL may be mistyped
-        raise
-
-
-def _check_url(url: str) -> None:
-    expected = "expected postgresql://[USER@]HOST[:PORT]/DATABASE for --store"
-    try:
-        parts = urlsplit(url)
-        has_password = parts.password is not None or "password" in parse_qs(parts.query)
-    except ValueError:
-        raise ConfigError(expected) from None
-    if has_password:
-        raise ConfigError("the URL of --store has a password: set PGPASSWORD, or write it into ~/.pgpass")
-    if parts.scheme not in {"postgresql", "postgres"}:
-        raise ConfigError(expected)
+        _check_recordable(folder, location, before)
+        if before is None:
+            _record(folder, location)  # at once: other commands use it while this one waits
+    opened: FleetDatabase = module.open_database(
+        location.database, fleet=location.fleet, folder=folder, read_only=read_only, lock=lock
+    )
+    if not read_only and before != location:  # only now: the new URL may be mistyped
+        _record(folder, location)
+    return opened
 
 
 def recorded_location(folder: Path) -> Location | None:
@@ -247,15 +222,16 @@ def recorded_location(folder: Path) -> Location | None:
         raise StateError(f"cannot use {file}: {error}: start `aggregator run --store` on it again") from error
 
 
-def _record(folder: Path, location: Location) -> None:
+def _check_recordable(folder: Path, location: Location, before: Location | None) -> None:
     if (file := database_of("aggregator", folder)).is_file():
         raise ConfigError(f"{file} holds this aggregator's state: give --store with another --state")
-    before = recorded_location(folder)
     if before is not None:
         _check_fleet(folder, location.fleet, before.fleet)
-    if before != location:
-        with state_errors(folder):
-            write_atomically(folder / _FILE, msgspec.json.encode(location))
+
+
+def _record(folder: Path, location: Location) -> None:
+    with state_errors(folder):
+        write_atomically(folder / _FILE, msgspec.json.encode(location))
 
 
 def _check_fleet(folder: Path, fleet: str, known: str) -> None:

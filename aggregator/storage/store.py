@@ -1,35 +1,56 @@
-"""The aggregator's state directory: tables in SQLite or PostgreSQL, and blobs."""
+"""The aggregator's state directory: tables and blobs."""
 
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, Protocol
 
 from aggregator.coordination.round_state import DeviceDecisions, Entry, State
 from aggregator.storage.blobs import Blobs
 from aggregator.storage.devices import REVOKED, DeviceKeys, Devices, ForgottenDevices, Quarantine, Refusals
 from aggregator.storage.heads import Evaluations, Heads, OperatorCommands
-from aggregator.storage.stored_values import (
-    BlobLocation,
-    LostFiles,
-    NextHead,
-    ServedTask,
-    TaskPreparation,
-)
+from aggregator.storage.stored_values import LostFiles, NextHead, ServedTask, TaskPreparation
 from aggregator.storage.submissions import SubmissionChanges, Submissions, newest_change
-from protocol.errors import ConfigError, StateError
+from protocol.errors import StateError
 from protocol.storage.blobstore import state_errors
 from protocol.storage.elapsed_clock import ElapsedClock
-from protocol.storage.facts import Facts
+from protocol.storage.facts import Facts, Tables
 from protocol.wire.messages import BlobRef
 
-if TYPE_CHECKING:
-    from aggregator.storage.open_store import SqliteDatabase
-    from aggregator.storage.postgresql import PostgresDatabase
 
-FleetDatabase: TypeAlias = "SqliteDatabase | PostgresDatabase"
-"""The tables of a fleet in one of two databases, which have the same methods."""
+class FleetDatabase(Tables, Protocol):
+    """The tables of a fleet; each method raises StateError if they cannot be used."""
+
+    def snapshot(self) -> contextlib.AbstractContextManager[Any]:
+        """Let all reads of the body see the tables as they are at the first of them, whatever others write."""
+
+    def clock(self, facts: Facts) -> ElapsedClock:
+        """Return the clock of all deadlines, kept in these facts."""
+
+    def is_locked(self) -> bool:
+        """Return True if an aggregator runs on the tables."""
+
+    def leader(self) -> str:
+        """Return the machine of that aggregator, if it may be another one than this."""
+
+    def may_connect(self) -> bool:
+        """Return False if another aggregator may have taken this one's place at the broker."""
+
+    def check_folder(self) -> None:
+        """Raise ConfigError if the state directory lacks what belongs to the tables, and is elsewhere."""
+
+    def check_writable(self) -> None:
+        """Write without changing contents, to find out whether the disk is full."""
+
+    def check_file(self) -> None:
+        """Raise StateError if what is written is lost, as to a file that was deleted."""
+
+    def check(self) -> None:
+        """Do what `check_file` does, after a search for damage."""
+
+    def close(self) -> None:
+        """Close the tables, and release what keeps other aggregators out."""
 
 
 class Store:
@@ -38,11 +59,11 @@ class Store:
     blobs: Blobs
     """Missing if the store is read only."""
 
-    def __init__(self, folder: Path, database: FleetDatabase, *, read_only: bool = False) -> None:
+    def __init__(self, folder: Path, database: FleetDatabase) -> None:
         self.folder = folder
         self.database = database
         self.facts = Facts(database)
-        self.clock = ElapsedClock(self.facts, read_only=read_only, machine=database.machine_time)
+        self.clock = database.clock(self.facts)
         self.keys = DeviceKeys(database, self.facts)
         self.devices = Devices(database, self.keys)
         self.refusals = Refusals(database, self.facts)
@@ -52,18 +73,6 @@ class Store:
         self.heads = Heads(database, self.forgotten)
         self.quarantine = Quarantine(database)
         self.commands = OperatorCommands(database)
-
-    def require_blobs(self) -> None:
-        """Raise ConfigError if the blobs are in the state directory of another aggregator: here, all count as lost."""
-        stored = self.facts.get(BlobLocation)
-        is_elsewhere = not (stored and stored.location) and not (self.folder / "blobs").is_dir()
-        if self.database.is_shared and is_elsewhere:
-            raise ConfigError(
-                f"the fleet's blobs are in the state directory of its other aggregator, and there is no {self.folder}/"
-                "blobs: give that directory as --state, or start `aggregator run` there with --blobs "
-                "s3://BUCKET/PREFIX, or mount its folder blobs here. If it is lost, create an empty one: devices send "
-                "their submissions again"
-            )
 
     def close(self) -> None:
         self.database.close()

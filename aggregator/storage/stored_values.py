@@ -34,18 +34,12 @@ class TaskPreparation(msgspec.Struct, frozen=True):
 
 
 class BlobLocation(msgspec.Struct, frozen=True):
-    """The object store of the aggregator's blobs, unless they are in its state directory."""
+    """The place of the aggregator's blobs, unless they are in its state directory."""
 
     owner: str
-    """Contents of the store's object `owner`, which identifies the aggregator that the prefix belongs to."""
+    """Written there; it identifies the aggregator that the place belongs to."""
     location: str = ""
-    """Of the form s3://BUCKET/PREFIX; empty until its owner was written."""
-
-
-class Leader(msgspec.Struct, frozen=True):
-    """Which aggregator of the fleet leads, on PostgreSQL: the number of times that one has taken the lead."""
-
-    term: int
+    """A URL; empty until the owner was written."""
 
 
 class SigningKey(msgspec.Struct, frozen=True):

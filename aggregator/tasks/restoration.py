@@ -13,7 +13,7 @@ from aggregator.storage.store import Store
 from aggregator.storage.stored_values import LostFiles
 from aggregator.tasks.retention import needed_blobs
 from aggregator.tasks.task_preparation import Task, prepare_task
-from protocol.errors import BlobLost, NotLeader, ProtofleetError, StateError
+from protocol.errors import BlobLost, ProtofleetError, StateError
 from protocol.log import event
 from protocol.storage.blobstore import file_digest
 from protocol.wire.messages import Receipt
@@ -92,9 +92,7 @@ class Restoration:
                 continue
             try:
                 is_whole = self._store.blobs.is_whole(digest) or self._is_written_again(digest)
-            except NotLeader:
-                raise
-            except ProtofleetError as error:  # the object store fails, or a backbone's file was deleted
+            except ProtofleetError as error:  # such as a backbone whose file was deleted
                 is_whole = False
                 event(log, logging.ERROR, "cannot restore a blob: retrying", digest=digest, reason=error)
             if is_whole or digest not in needed_blobs(self._task, self._store):  # a head that was replaced

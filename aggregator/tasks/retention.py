@@ -1,6 +1,5 @@
 """Rules for what is kept: what devices are served, what a later head is made of, and earlier tasks for a while."""
 
-import contextlib
 import logging
 from collections.abc import Sequence
 from itertools import groupby
@@ -9,7 +8,6 @@ from msgspec.structs import replace
 
 from aggregator.coordination import rollout_state
 from aggregator.coordination.round_state import still_counts
-from aggregator.storage.blobs import FolderBlobs
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import CompiledGraphs, NotServed
@@ -93,10 +91,7 @@ def delete_earlier_tasks(task: Task, store: Store) -> None:
 def delete_unneeded_blobs(task: Task, store: Store) -> None:
     """Delete what nothing needs any more; raises StateError."""
     delete_earlier_tasks(task, store)
-    # In a folder also those of a transaction that has not ended yet: no other process may write meanwhile.
-    in_folder = isinstance(store.blobs, FolderBlobs)
-    with store.transaction() if in_folder else contextlib.nullcontext():
-        store.blobs.keep_only(needed_blobs(task, store))
+    store.blobs.keep_only(needed_blobs(task, store))
 
 
 def delete_carried_submissions(task: Task, store: Store) -> None:

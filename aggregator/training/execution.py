@@ -1,6 +1,8 @@
 """The seam of all jobs: `execute` runs a job of any kind in a workspace.
 
-Every engine is a module with this function. `python -m aggregator.training.execution FOLDER BLOBS ENGINE` runs the job
+An engine elsewhere has this function, too.
+
+`python -m aggregator.training.execution FOLDER BLOBS ENGINE` runs the job
 in FOLDER/job.json: its progress goes to stdout, and `result.json` is written last. The aggregator cancels the job,
 or ends it at its time limit, with a signal: only that stops native code.
 """
@@ -13,15 +15,13 @@ from pathlib import Path
 
 import msgspec
 
+from aggregator.cluster_modules import ENGINES, cluster_module
 from aggregator.storage.blobs import open_blobs
 from aggregator.training.jobs import RESULT_FILE, Job, Kind, Result, Workspace
 from protocol.errors import ProtofleetError
 from protocol.storage.blobstore import write_atomically
 
 JOB_FILE = "job.json"
-
-ENGINES = {"local": "aggregator.training.execution", "ray": "aggregator.cluster.ray_engine"}
-"""The modules that execute jobs, by the values of `[training] engine`."""
 
 OOM_SCORE = "500"
 """Score (at most 1000) of a job: Linux kills the process with the highest one first."""
@@ -44,10 +44,11 @@ def main() -> None:
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE, encoding="ascii")
-    folder, blobs, engine = Path(sys.argv[1]), sys.argv[2], importlib.import_module(ENGINES[sys.argv[3]])
+    folder, blobs, engine = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     try:
+        run = execute if engine == "local" else cluster_module(ENGINES, engine).execute
         job: Job = msgspec.json.decode((folder / JOB_FILE).read_bytes(), type=Kind)
-        result: Result = engine.execute(job, Workspace(open_blobs(blobs), folder, _write_progress))
+        result: Result = run(job, Workspace(open_blobs(blobs), folder, _write_progress))
         write_atomically(folder / RESULT_FILE, msgspec.json.encode(result))
     except ProtofleetError as error:
         sys.stderr.write(f"{error}\n")

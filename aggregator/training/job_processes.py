@@ -54,7 +54,7 @@ class Finished:
 class Trainer:
     """Runs at most one job at a time, each in a folder inside `folder`, and kills it after `timeout_s`.
 
-    `blobs` is the location of the blobs that jobs read, and `engine` one of `execution.ENGINES`. `on_event` is called
+    `blobs` is the location of the blobs that jobs read, and `engine` that of `[training]`. `on_event` is called
     from a thread with Progress and, whatever happens, one Finished; it must only enqueue them.
     """
 

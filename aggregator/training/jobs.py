@@ -18,7 +18,7 @@ from aggregator.algorithms.registry import configured
 from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.config.schema import Robust
 from aggregator.intake.validation import Refused, read_message
-from aggregator.storage.blobs import Blobs, read_each
+from aggregator.storage.blobs import Blobs
 from aggregator.training.robust.weights import Counting
 from protocol.errors import BackboneMismatch, BlobLost, ProtofleetError, StateError
 from protocol.models.onnx_metadata import HeadMetadata
@@ -119,7 +119,7 @@ class SubmissionsJob(BlobJob, frozen=True, kw_only=True):
         """
         chosen, lost = list(self.members if devices is None else devices), None
         digests = (bytes.fromhex(self.members[device]) for device in chosen)
-        for device, payload in zip(chosen, read_each(blobs, digests), strict=True):
+        for device, payload in zip(chosen, blobs.read_each(digests), strict=True):
             if isinstance(payload, BlobLost):
                 lost = payload
                 continue

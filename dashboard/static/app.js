@@ -80,7 +80,7 @@ function Header({ status, live, session }) {
 }
 
 /** A section, drawn in a task of its own, so that the browser can answer in between. */
-function Section({ name, title, View, place, isLast, status, details }) {
+function Section({ name, title, View, place, isLast, status }) {
   const [shown, show] = useState(null);
   const isShown = Boolean(shown);
   useEffect(() => {
@@ -88,16 +88,16 @@ function Section({ name, title, View, place, isLast, status, details }) {
     if (isShown && isLast) document.getElementById(location.hash.slice(1))?.scrollIntoView();
   }, [isShown]);
   useEffect(() => {
-    const timer = setTimeout(() => show({ status, details }), 20 * place);
+    const timer = setTimeout(() => show(status), 20 * place);
     return () => clearTimeout(timer);
-  }, [status, details]);
+  }, [status]);
   return html`<section id=${name} aria-labelledby="${name}-title">
     <h2 id="${name}-title">${title}</h2>
-    ${shown && html`<${View} ...${shown} />`}
+    ${shown && html`<${View} status=${shown} />`}
   </section>`;
 }
 
-function Fleet({ status, details }) {
+function Fleet({ status }) {
   const sections = SECTIONS.filter(([name]) => name !== "privacy" || status.privacy);
   return html`<nav aria-label="Sections">
       ${sections.map(([name, title]) => html`<a href="#${name}">${titleOf(name, title, status)}</a>`)}
@@ -107,7 +107,7 @@ function Fleet({ status, details }) {
       <${Summary} status=${status} />
       ${sections.map(
         ([name, title, View], place) =>
-          html`<${Section} key=${name} title=${titleOf(name, title, status)} isLast=${place === sections.length - 1} ...${{ name, View, place, status, details }} />`,
+          html`<${Section} key=${name} title=${titleOf(name, title, status)} isLast=${place === sections.length - 1} ...${{ name, View, place, status }} />`,
       )}
     </main>`;
 }
@@ -117,9 +117,9 @@ function titleOf(name, title, status) {
 }
 
 function Page() {
-  const { status, details, problem, session, live } = useFleet();
+  const { status, problem, session, live } = useFleet();
   let content;
-  if (status && details) content = html`<${Fleet} status=${status} details=${details} />`;
+  if (status) content = html`<${Fleet} status=${status} />`;
   else if (!session.read) content = html`<main><${SignIn} /></main>`;
   else content = html`<main><p class="empty">${problem || "Reading the fleet's state"}</p></main>`;
   return html`<${Header} status=${status} live=${live} session=${session} />

@@ -5,7 +5,6 @@ const listeners = new Set();
 /** What all views show. */
 export const fleet = {
   status: null,
-  details: null,
   problem: "",
   session: { read: true, command: false },
   live: false,
@@ -22,7 +21,7 @@ function publish(changes) {
   for (const listener of listeners) listener();
 }
 
-const tags = {};
+let tag = "";
 
 // In a header and not in a cookie: other pages, and servers on other ports of this machine, never receive it.
 let token = sessionStorage.getItem("token") ?? "";
@@ -33,13 +32,14 @@ export function request(path, options = {}) {
   return fetch(path, { cache: "no-store", ...options, headers });
 }
 
-async function fetchDocument(name) {
-  const response = await request(`api/v1/${name}`, { headers: tags[name] ? { "If-None-Match": tags[name] } : {} });
+/** Return the status; undefined if it has not changed. */
+async function fetchStatus() {
+  const response = await request("api/v1/status", { headers: tag ? { "If-None-Match": tag } : {} });
   const date = Date.parse(response.headers.get("date") ?? "");
   if (date) fleet.skew_s = (date - Date.now()) / 1000;
   if (response.status === 304) return undefined;
   if (!response.ok) throw new ServerProblem(response.status, await problemOf(response));
-  tags[name] = response.headers.get("etag");
+  tag = response.headers.get("etag");
   return response.json();
 }
 
@@ -72,18 +72,14 @@ export async function refresh() {
   try {
     do {
       isStale = false;
-      const changes = { problem: "" };
-      for (const name of ["status", "details"]) {
-        const document = await fetchDocument(name);
-        if (document !== undefined) changes[name] = document;
-        await pause();
-      }
-      publish(changes);
+      const status = await fetchStatus();
+      await pause();
+      publish(status === undefined ? { problem: "" } : { problem: "", status });
     } while (isStale);
   } catch (error) {
     if (error instanceof ServerProblem && error.status === 401) {
-      for (const name of Object.keys(tags)) delete tags[name];
-      publish({ session: { read: false, command: false }, status: null, details: null });
+      tag = "";
+      publish({ session: { read: false, command: false }, status: null });
     } else {
       publish({ problem: error instanceof ServerProblem ? error.message : "" });
       if (fleet.live) setTimeout(refresh, 3000);

@@ -43,8 +43,7 @@ export function moment(unix_s) {
   return new Date(unix_s * 1000).toLocaleString();
 }
 
-export function accuracyOf(correct, incorrect) {
-  const sum = (values) => values.reduce((total, each) => total + each, 0);
-  const total = sum(correct) + sum(incorrect);
-  return total ? sum(correct) / total : null;
+/** Return the count of a class, whose name may be that of a property which every object has. */
+export function countOf(counts, name) {
+  return Object.hasOwn(counts, name) ? counts[name] : 0;
 }

@@ -69,7 +69,7 @@ class Session:
     Of several brokers, which forward messages to each other, it uses one at a time: the next one after each connection.
 
     `on_event` is called from the session's threads, and must return at once. While `may_connect` returns False, no
-    connection is opened; an open one stays.
+    connection is opened, and an open one ends before the next publication.
 
     Raises:
         ConfigError: a certificate or key cannot be used.
@@ -214,7 +214,17 @@ class Session:
             self._inbox.put((connection, event))
 
     def _next(self, connection: Connection, until_s: float | None = None) -> _Command | None:
-        """Return the next command for a connection; None after its deadline, or that of the next retry."""
+        """Return the next command for a connection; None after its deadline, or that of the next retry.
+
+        While `may_connect` returns False, that is the end of the connection, without another publication.
+        """
+        command = self._wait(connection, until_s)
+        if self._may_connect():
+            return command
+        is_stop = isinstance(command, _Stop)
+        return _Stop(()) if is_stop else Closed("another program may be in this one's place")
+
+    def _wait(self, connection: Connection, until_s: float | None) -> _Command | None:
         while True:
             deadline_s = until_s or connection.deadline_s or self._publisher.retry_at_s
             timeout = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())

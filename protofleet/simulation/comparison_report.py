@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from aggregator.status.forecast import forecasts
-from aggregator.status.model import Confusion, Forecast
+from aggregator.status.forecast import Forecast, forecasts
+from aggregator.status.heads import Confusion
 from aggregator.status.render import confused_text, forecast_text
 from protocol.cli import counted
 from protocol.models.onnx_metadata import BackboneMetadata

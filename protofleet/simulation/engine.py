@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, Literal, TypeVar
 
+from aggregator.cluster_modules import ENGINES, cluster_module
 from protocol import __version__
 
 Shared = TypeVar("Shared")
@@ -72,9 +73,7 @@ def _run_share(
     function: Callable[[Any, Any], Any], shared: Any, share: list[Any], version: str
 ) -> tuple[list[Any], float]:
     """Return what a function makes of a share's items in a Ray worker, and the processor time."""
-    from aggregator.cluster.ray_connection import require_version
-
-    require_version(version)
+    cluster_module(ENGINES, "ray").require_version(version)
     started_s = time.process_time()
     return [function(shared, item) for item in share], time.process_time() - started_s
 
@@ -90,7 +89,5 @@ def running(name: EngineName) -> Iterator[Engine]:
     if name == "local":
         yield LOCAL
         return
-    from aggregator.cluster.ray_connection import connected
-
-    with connected():
+    with cluster_module(ENGINES, name).connected():
         yield RayEngine()

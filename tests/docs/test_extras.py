@@ -53,7 +53,6 @@ AGGREGATOR = {
     "check": ["{folder}/task.toml"],
     "run": ["--task", "{folder}/task.toml"],
     "status": [],
-    "top": [],
     "rollback": [],
     "promote": [],
     "release": ["shed-1"],

@@ -1,7 +1,7 @@
 // Accuracy on held-out images: of each head, by class and over devices.
 
 import { html, useEffect, useRef } from "../vendor/standalone.module.js";
-import { accuracyOf, percent } from "../format.js";
+import { percent } from "../format.js";
 import { color } from "./colors.js";
 
 const SHOWN_CLASSES = 30;
@@ -12,17 +12,16 @@ const SHOWN_NAMES = 3;
 const SERIES = [
   ["All images", "--series-1", (head) => head.held_out.accuracy],
   ["Balanced accuracy", "--series-2", (head) => head.held_out.balanced],
-  ["Mean device", "--series-3", (_, details) => details?.spread?.mean],
-  ["Worst 10 % of devices", "--series-4", (_, details) => details?.spread?.worst],
-  ["Best 10 % of devices", "--series-5", (_, details) => details?.spread?.best],
+  ["Mean device", "--series-3", (head) => head.held_out.spread?.mean],
+  ["Worst 10 % of devices", "--series-4", (head) => head.held_out.spread?.worst],
+  ["Best 10 % of devices", "--series-5", (head) => head.held_out.spread?.best],
 ];
 
-function dataOf(status, details) {
-  const known = new Map(details.heads.map((each) => [each.version, each]));
+function dataOf(status) {
   const heads = status.heads.filter((head) => head.held_out.devices);
   return [
     heads.map((head) => head.version),
-    ...SERIES.map(([, , value]) => heads.map((head) => value(head, known.get(head.version)) ?? null)),
+    ...SERIES.map(([, , value]) => heads.map((head) => value(head) ?? null)),
   ];
 }
 
@@ -97,13 +96,8 @@ function gainOf(status, label, before = " ↑ ") {
 }
 
 function Classes({ status, head }) {
-  const rows = status.classes
-    .map((name, number) => ({
-      name,
-      total: head.correct[number] + head.incorrect[number],
-      accuracy: accuracyOf([head.correct[number]], [head.incorrect[number]]),
-    }))
-    .filter((row) => row.total)
+  const rows = Object.entries(head.held_out.by_class)
+    .map(([name, { correct, incorrect }]) => ({ name, total: correct + incorrect, accuracy: correct / (correct + incorrect) }))
     .sort((one, other) => one.accuracy - other.accuracy);
   return html`<h3>By class, lowest first</h3>
     <ul class="bars">
@@ -119,11 +113,10 @@ function Classes({ status, head }) {
     ${rows.length > SHOWN_CLASSES && html`<p class="quiet">${SHOWN_CLASSES} of ${rows.length} classes.</p>`}`;
 }
 
-function DeviceBins({ details }) {
+function DeviceBins({ devices }) {
   const bins = Array.from({ length: BINS }, () => []);
-  for (const device of details.devices) {
-    const accuracy = accuracyOf(device.correct, device.incorrect);
-    if (accuracy !== null) bins[Math.min(BINS - 1, Math.floor(accuracy * BINS))].push(device.device);
+  for (const { device, accuracy } of devices) {
+    if (accuracy !== null) bins[Math.min(BINS - 1, Math.floor(accuracy * BINS))].push(device);
   }
   const most = Math.max(1, ...bins.map((names) => names.length));
   return html`<h3>By device</h3>
@@ -140,7 +133,7 @@ function DeviceBins({ details }) {
 
 /** Show which classes are confused: as a matrix, or as a list where there are many classes. */
 function Confusion({ status, head }) {
-  const pairs = status.heads.find((each) => each.version === head.version)?.held_out.confused ?? [];
+  const { confused: pairs, by_class } = head.held_out;
   if (!pairs.length) return null;
   const worst = pairs[0];
   const caption = `Most often: ${worst.label} as ${worst.predicted}, ${worst.images} of ${worst.of}.`;
@@ -148,13 +141,15 @@ function Confusion({ status, head }) {
     return html`<h3>Confused classes</h3>
       <ul>${pairs.slice(0, SHOWN_CONFUSED).map((each) => html`<li>${each.label} as ${each.predicted}: ${each.images} of ${each.of}</li>`)}</ul>`;
   }
+  const known = new Map(Object.entries(by_class));
   const images = (label, predicted) =>
     label === predicted
-      ? head.correct[status.classes.indexOf(label)]
+      ? (known.get(label)?.correct ?? 0)
       : (pairs.find((each) => each.label === label && each.predicted === predicted)?.images ?? 0);
-  const cell = (label, predicted, number) => {
+  const cell = (label, predicted) => {
     const count = images(label, predicted);
-    const share = count / Math.max(1, head.correct[number] + head.incorrect[number]);
+    const { correct, incorrect } = known.get(label) ?? { correct: 0, incorrect: 0 };
+    const share = count / Math.max(1, correct + incorrect);
     const kind = label === predicted ? "correct" : "incorrect";
     return html`<td class=${`number ${count ? kind : "quiet"}`} style=${`--share: ${Math.round(60 * share)}%`}>${count}</td>`;
   };
@@ -164,20 +159,20 @@ function Confusion({ status, head }) {
       <table class="confusion">
         <thead><tr><th scope="col">Class</th>${status.classes.map((name) => html`<th scope="col" class="number">${name}</th>`)}</tr></thead>
         <tbody>
-          ${status.classes.map((label, number) => html`<tr><th scope="row">${label}</th>${status.classes.map((predicted) => cell(label, predicted, number))}</tr>`)}
+          ${status.classes.map((label) => html`<tr><th scope="row">${label}</th>${status.classes.map((predicted) => cell(label, predicted))}</tr>`)}
         </tbody>
       </table>
     </div>`;
 }
 
-export function Accuracy({ status, details }) {
-  const data = dataOf(status, details);
+export function Accuracy({ status }) {
+  const data = dataOf(status);
   if (!data[0].length) return html`<p class="empty">No device has evaluated a head yet.</p>`;
-  const head = details.heads.find((each) => each.version === status.rollout.current) ?? details.heads.at(-1);
+  const head = status.heads.find((each) => each.version === status.rollout.current);
   return html`<${Chart} data=${data} />
     <div class="columns">
-      <div><${Classes} status=${status} head=${head} /></div>
-      <div><${DeviceBins} details=${details} /></div>
+      ${head && html`<div><${Classes} status=${status} head=${head} /></div>`}
+      <div><${DeviceBins} devices=${status.devices} /></div>
     </div>
-    <${Confusion} status=${status} head=${head} />`;
+    ${head && html`<${Confusion} status=${status} head=${head} />`}`;
 }

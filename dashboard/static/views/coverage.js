@@ -1,7 +1,7 @@
 // Which device has images of which class: a heat map of devices and classes, and the sums by class.
 
 import { html, useMemo, useRef, useState } from "../vendor/standalone.module.js";
-import { counted, prototypesOf } from "../format.js";
+import { counted, countOf, prototypesOf } from "../format.js";
 import { channels, color } from "./colors.js";
 import { useDrawing } from "./drawing.js";
 
@@ -21,7 +21,7 @@ function layoutOf(canvas, devices, classes) {
 
 /** Return a function from a figure to its share of the strongest color. */
 function sharesOf(devices, what) {
-  const most = Math.log1p(devices.reduce((found, device) => Math.max(found, ...device[what]), 1));
+  const most = Math.log1p(devices.reduce((found, device) => Math.max(found, ...Object.values(device[what])), 1));
   return (value) => (value ? 0.15 + 0.85 * (Math.log1p(value) / most) : 0);
 }
 
@@ -31,7 +31,7 @@ function cells(devices, classes, what, shareOf) {
   const [empty, full] = [channels("--heat-empty"), channels("--heat-full")];
   devices.forEach((device, row) => {
     for (let column = 0; column < classes.length; column += 1) {
-      const share = shareOf(device[what][column]);
+      const share = shareOf(countOf(device[what], classes[column]));
       const start = 4 * (row * classes.length + column);
       for (let channel = 0; channel < 3; channel += 1) {
         image.data[start + channel] = empty[channel] + share * (full[channel] - empty[channel]);
@@ -65,7 +65,8 @@ async function draw(canvas, devices, classes, what) {
   if (hasFigures) {
     const [onEmpty, onFull] = [color("--text"), color("--on-accent")];
     devices.forEach((device, row) =>
-      device[what].forEach((value, column) => {
+      classes.forEach((name, column) => {
+        const value = countOf(device[what], name);
         context.fillStyle = shareOf(value) > 0.6 ? onFull : onEmpty;
         if (value) context.fillText(value, left + (column + 0.5) * width, top + (row + 0.5) * height, width - 4);
       }),
@@ -86,7 +87,7 @@ async function draw(canvas, devices, classes, what) {
   }
 }
 
-function HeatMap({ devices, classes, what }) {
+function HeatMap({ devices, classes, what, noun }) {
   const canvas = useRef();
   const [place, setPlace] = useState("");
   useDrawing(canvas, draw, [devices, classes, what]);
@@ -94,9 +95,9 @@ function HeatMap({ devices, classes, what }) {
     const { height, left, top, width } = layoutOf(canvas.current, devices, classes);
     const row = devices[Math.floor((event.offsetY - top) / height)];
     const column = Math.floor((event.offsetX - left) / width);
-    setPlace(row && column >= 0 && column < classes.length ? `${row.device}, ${classes[column]}: ${row[what][column] ?? 0} ${what}` : "");
+    setPlace(row && column >= 0 && column < classes.length ? `${row.device}, ${classes[column]}: ${countOf(row[what], classes[column])} ${noun}` : "");
   }
-  const label = `${what} of ${counted(devices.length, "device")} by class; the table below has the sums`;
+  const label = `${noun} of ${counted(devices.length, "device")} by class; the table below has the sums`;
   return html`<div class="heatmap scroll" tabindex="0" role="region" aria-label="Heat map">
       <canvas ref=${canvas} role="img" aria-label=${label} onPointerMove=${locate} onPointerLeave=${() => setPlace("")}></canvas>
     </div>
@@ -104,9 +105,9 @@ function HeatMap({ devices, classes, what }) {
 }
 
 function Sums({ status, devices }) {
-  const rows = status.classes.map((name, number) => ({
+  const rows = status.classes.map((name) => ({
     name,
-    images: devices.reduce((total, device) => total + (device.images[number] ?? 0), 0),
+    images: devices.reduce((total, device) => total + countOf(device.images_by_class, name), 0),
     ...status.coverage[name],
   }));
   return html`<div class="scroll" tabindex="0" role="region" aria-label="Classes">
@@ -130,21 +131,22 @@ function Sums({ status, devices }) {
     ${rows.length > SHOWN_CLASSES && html`<p class="quiet">${SHOWN_CLASSES} of ${rows.length} classes.</p>`}`;
 }
 
-export function Coverage({ status, details }) {
-  const [what, setWhat] = useState("images");
-  const used = useMemo(() => details.devices.filter((device) => device.counts), [details]);
-  const devices = useMemo(() => used.filter((device) => device[what].length), [used, what]);
+export function Coverage({ status }) {
+  const [noun, setNoun] = useState("images");
+  const what = `${noun}_by_class`;
+  const used = useMemo(() => status.devices.filter((device) => device.counts), [status]);
+  const devices = useMemo(() => used.filter((device) => Object.keys(device[what]).length), [used, what]);
   return html`<div class="tools">
       <label>
         Show
-        <select value=${what} onChange=${(event) => setWhat(event.target.value)}>
+        <select value=${noun} onChange=${(event) => setNoun(event.target.value)}>
           <option value="images">images on devices</option>
           <option value="prototypes">${status.counted === "images" ? "images in submitted prototypes" : "submitted prototypes"}</option>
         </select>
       </label>
     </div>
     ${devices.length
-      ? html`<${HeatMap} devices=${devices} classes=${status.classes} what=${what} />`
+      ? html`<${HeatMap} devices=${devices} classes=${status.classes} what=${what} noun=${noun} />`
       : html`<p class="empty">No device has reported any yet.</p>`}
     <${Sums} status=${status} devices=${used} />`;
 }

@@ -16,14 +16,13 @@ const COLUMNS = [
   ["head", "Head", (row) => row.head],
   ["accuracy", "Accuracy", (row) => row.accuracy ?? -1],
   ["epsilon", "Epsilon", (row) => row.epsilon ?? -1],
-  ["backbone", "Backbones", (row) => row.details?.backbones.length ?? 0],
+  ["backbone", "Backbones", (row) => row.backbones.length],
   ["flags", "Flags", (row) => row.flags.length],
 ];
 
 const NUMBERS = new Set(["images", "classes", "bytes", "head", "accuracy", "epsilon"]);
 
-function rowsOf(status, details) {
-  const known = new Map(details.devices.map((each) => [each.device, each]));
+function rowsOf(status) {
   const held = new Map(status.quarantine.map((each) => [each.device, each]));
   return status.devices.map((device) => {
     const entry = held.get(device.device);
@@ -37,7 +36,7 @@ function rowsOf(status, details) {
     for (const [reason, count] of Object.entries(device.refused_messages)) {
       flags.push(["warn", `refused ${counted(count, "message")}: ${reason}`]);
     }
-    return { ...device, details: known.get(device.device), quarantined, flags };
+    return { ...device, quarantined, flags };
   });
 }
 
@@ -59,8 +58,8 @@ function Heading({ name, title, sort, setSort }) {
 }
 
 function Backbones({ row }) {
-  if (!row.details) return "–";
-  return row.details.backbones.map((each) => html`<code title=${each}>${each.slice(0, 8)}</code> `);
+  if (!row.backbones.length) return "–";
+  return row.backbones.map((each) => html`<code title=${each}>${each.slice(0, 8)}</code> `);
 }
 
 function Row({ row }) {
@@ -84,11 +83,11 @@ function Row({ row }) {
   </tr>`;
 }
 
-export function Devices({ status, details }) {
+export function Devices({ status }) {
   const [sort, setSort] = useState(["device", false]);
   const [filter, setFilter] = useState("");
   const [page, setPage] = useState(0);
-  const rows = useMemo(() => rowsOf(status, details), [status, details]);
+  const rows = useMemo(() => rowsOf(status), [status]);
   const found = useMemo(() => {
     const text = filter.trim().toLowerCase();
     const matches = (row) =>

@@ -18,7 +18,7 @@ function Candidate({ candidate }) {
   </div>`;
 }
 
-function Head({ head, details }) {
+function Head({ head }) {
   const { version, held_out: heldOut, metrics: { images, counted_images, calibrated_from, calibration_images } } = head;
   const calibrated = calibrated_from && `head ${calibrated_from}, calibrated on ${Math.round(calibration_images)} held-out images`;
   return html`<tr>
@@ -32,16 +32,15 @@ function Head({ head, details }) {
     <td class="number">${percent(heldOut.balanced)}</td>
     <td class="number">${percent(heldOut.with_prior)}</td>
     <td class="number">${heldOut.devices}</td>
-    <td class="number">${details ? bytes(details.size_bytes) : "–"}</td>
+    <td class="number">${bytes(head.size_bytes)}</td>
     <td class="actions">
       ${head.state !== "current" && html`<button onClick=${() => ask("rollback", version)}>Roll back to ${version}</button>`}
     </td>
   </tr>`;
 }
 
-export function Heads({ status, details }) {
+export function Heads({ status }) {
   if (!status.heads.length) return html`<p class="empty">No head is trained yet.</p>`;
-  const known = new Map(details.heads.map((each) => [each.version, each]));
   const newest = [...status.heads].reverse().slice(0, SHOWN);
   return html`${status.rollout.candidate && html`<${Candidate} candidate=${status.rollout.candidate} />`}
     ${status.rollout.requested !== null && html`<p class="note">Switching to head ${status.rollout.requested} …</p>`}
@@ -61,7 +60,7 @@ export function Heads({ status, details }) {
           </tr>
         </thead>
         <tbody>
-          ${newest.map((head) => html`<${Head} key=${head.version} head=${head} details=${known.get(head.version)} />`)}
+          ${newest.map((head) => html`<${Head} key=${head.version} head=${head} />`)}
         </tbody>
       </table>
     </div>

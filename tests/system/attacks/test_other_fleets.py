@@ -15,8 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from aggregator.cli import cli as aggregator
+from aggregator.cluster.postgresql import MAX_NAME, quoted, schema_name
 from aggregator.storage.open_store import open_store
-from aggregator.storage.postgresql import MAX_NAME, quoted, schema_name
 from protocol.errors import ConfigError
 from protocol.storage.keyfile import read_key
 from protocol.wire.codec import decode, digest_of, encode
@@ -320,7 +320,7 @@ def test_tokens_of_one_dashboard_are_refused_by_another(two: TwoFleets) -> None:
 def _read(fleet: OneFleet, authorization: str = "") -> int:
     """Return the status with which a dashboard answers."""
     headers = {"Authorization": authorization} if authorization else {}
-    return request(fleet.http, "GET", "/api/v1/details", headers)[0]
+    return request(fleet.http, "GET", "/api/v1/status", headers)[0]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,7 +17,7 @@ import pytest
 from onnx import numpy_helper
 from PIL import Image
 
-from aggregator.storage.object_blobs import ObjectBlobs
+from aggregator.cluster.object_blobs import ObjectBlobs
 from aggregator.storage.open_store import open_store
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.canary_rank import canary_rank

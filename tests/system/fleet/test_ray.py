@@ -33,7 +33,7 @@ from tests.support.ray_cluster import machines
 
 pytest.importorskip("ray", reason="needs ray")
 
-from aggregator.cluster import ray_engine
+from aggregator.cluster import ray_driver
 
 TIMEOUT_S = 280.0
 
@@ -154,7 +154,7 @@ def test_killed_machine_costs_only_time(scratch: Path, blobs: FolderBlobs, tmp_p
     execute(job, expected := workspace(blobs, tmp_path / "expected"))
     fields = {name: getattr(job, name) for name in job.__struct_fields__}
     fatal = FatalJob(**fields, marker=str(tmp_path / "killed"))
-    ray_engine.execute(fatal, made := workspace(blobs, tmp_path / "made"))
+    ray_driver.execute(fatal, made := workspace(blobs, tmp_path / "made"))
     assert (tmp_path / "killed").exists()
     assert files_of(made.folder, job) == files_of(expected.folder, job)
 
@@ -176,7 +176,7 @@ def test_cancelled_job_ends_its_worker(scratch: Path, blobs: FolderBlobs, tmp_pa
         while FolderLock(folder).is_taken():
             assert time.monotonic() < deadline_s
             time.sleep(0.1)
-    ray_engine.execute(sums_job(blobs), workspace(blobs, tmp_path / "next"))
+    ray_driver.execute(sums_job(blobs), workspace(blobs, tmp_path / "next"))
     assert list(scratch.iterdir()) == []
 
 
@@ -187,9 +187,9 @@ def test_errors_are_those_of_the_job(
     job, place = sums_job(blobs), workspace(blobs, tmp_path / "made")
     blobs.path(bytes.fromhex(job.members["3"])).write_bytes(b"damaged")
     with pytest.raises(BlobLost, match=f"has been moved to {tmp_path / 'damaged'}"):
-        ray_engine.execute(job, place)
+        ray_driver.execute(job, place)
     with pytest.raises(ProtofleetError, match=r"no machine of the Ray cluster has .* and 1 GPUs"):
-        ray_engine.execute(head_job(blobs, training=Training(gpus=1)), place)
-    monkeypatch.setattr(ray_engine, "__version__", "0.0.0")
+        ray_driver.execute(head_job(blobs, training=Training(gpus=1)), place)
+    monkeypatch.setattr(ray_driver, "__version__", "0.0.0")
     with pytest.raises(ProtofleetError, match=r"a Ray worker has protofleet .*, expected 0\.0\.0: install"):
-        ray_engine.execute(job, place)
+        ray_driver.execute(job, place)

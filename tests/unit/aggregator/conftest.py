@@ -1,6 +1,5 @@
 """Fixtures of the aggregator's tests: a prepared task of rounds, servers, and an amqtt broker."""
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import prepare_task
 from protocol.mqtt.tls import BrokerAddress
-from tests.support.databases.postgresql import PostgreSQL
 from tests.support.fleets.aggregator_process import IN_ROUNDS, write_task
 from tests.support.graphs.exported_graphs import provide
 from tests.support.network.brokers import amqtt
@@ -27,18 +25,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepare_task(*load_task(task_file), store=store)
     store.close()
     return folder
-
-
-@pytest.fixture(scope="session")
-def postgresql() -> Iterator[PostgreSQL]:
-    """A running server."""
-    pytest.importorskip("psycopg")
-    server = PostgreSQL()
-    try:
-        server.start()
-        yield server
-    finally:
-        server.close()
 
 
 @pytest.fixture(scope="session")
@@ -59,14 +45,6 @@ def remote(s3_server: BrokerAddress, monkeypatch: pytest.MonkeyPatch) -> Iterato
 def store(tmp_path: Path) -> Store:
     """A new state directory."""
     return open_store(tmp_path)
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def either_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    """A new state directory, once for each database."""
-    url = request.getfixturevalue("postgresql").url if request.param == "postgresql" else ""
-    with contextlib.closing(open_store(tmp_path, database=url, fleet=tmp_path.name if url else "")) as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The aggregator's command line: outcomes, errors, task files, the doctor, and what it needs installed."""
 
-import contextlib
 import json
 import os
 import re
@@ -14,7 +13,6 @@ from aggregator.cli import cli, task_file
 from aggregator.config.task_file import load_task
 from aggregator.messaging.manifest_signer import identity_of
 from aggregator.storage.open_store import open_store
-from aggregator.storage.stored_values import SigningKey
 from edge_client.cli import cli as edge_client
 from protocol.enrollment import read_enrollment
 from protocol.errors import ConfigError
@@ -22,13 +20,11 @@ from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.storage.keyfile import read_key
 from protocol.wire.signing import public_key
 from sums_operator.state import make_operator, read_keys
-from tests.support.databases.postgresql import PostgreSQL
 from tests.support.fleets.aggregator_process import PROGRAM, run_aggregator, write_task
 from tests.support.fleets.closed_fleet import FLEET, ClosedFleet, findings, statuses
 from tests.support.graphs.backbones import tiny_backbone
 from tests.support.messages.submissions import SERVED
 from tests.support.network.brokers import Mosquitto, free_address, needs_mosquitto
-from tests.support.stores.object_store import BUCKET, moto_server, object_store
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["status", "--help"], ["--version"]])
@@ -375,48 +371,7 @@ def test_faults_are_named(tmp_path: Path) -> None:
     given = _options(task=write_task(tmp_path), state=tmp_path / "new", broker="127.0.0.1:9")
     code, found = findings(cli, "doctor", *given)
     assert (code, statuses(found)["broker"], statuses(found)["task"]) == (1, "failed", "ok")
-    given = ["doctor", "--state", str(tmp_path / "new"), "--store", "postgresql://db.example/fleets"]
-    _, found = findings(cli, *given)
-    assert found["state"][0]["text"].endswith("give --task")  # it names the fleet
     assert not (tmp_path / "new").exists()
-
-
-def test_ray_needs_the_address_of_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program ends before its first training would fail."""
-    pytest.importorskip("torch")
-    pytest.importorskip("ray")
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    task = write_task(tmp_path, '[training]\nengine = "ray"')
-    done = run_aggregator("run", "--task", str(task), "--state", str(tmp_path / "state"), program=PROGRAM)
-    assert (done.returncode, (tmp_path / "state").exists()) == (1, False)
-    assert done.stderr.endswith('error: engine = "ray" needs a cluster: set RAY_ADDRESS=HOST:PORT\n')
-
-
-def test_database_and_object_store_are_checked(
-    tmp_path: Path, postgresql: PostgreSQL, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the service's configuration file names them, before the first start and after it; nothing is created."""
-    config = tmp_path / "aggregator.toml"
-    config.write_text(
-        f'task = "{write_task(tmp_path)}"\nstate = "{tmp_path}/new"\nbroker = "127.0.0.1:9"\n'
-        f'store = "{postgresql.url}"\nblobs = "s3://{BUCKET}/barn"\nhttp = "off"\n'
-    )
-    given = ["doctor", "--config", str(config)]
-    with moto_server(tmp_path) as address, object_store(address, monkeypatch):
-        _, found = findings(cli, *given)
-        assert (statuses(found)["state"], statuses(found)["blobs"]) == ("ok", "ok"), found
-        assert "no aggregator state in fleet_barn" in found["state"][0]["text"]
-        _, found = findings(cli, *given, "--blobs", "s3://no-such-bucket/barn")
-        assert statuses(found)["blobs"] == "failed"
-        assert "the bucket does not exist" in found["blobs"][0]["text"]
-    assert not (tmp_path / "new").exists()
-    with contextlib.closing(open_store(tmp_path / "other", database=postgresql.url, fleet="barn")) as store:
-        store.facts.put(SigningKey(public_key(identity_of(store.folder)).hex()))
-    _, found = findings(cli, *given)
-    assert "not running" in found["state"][0]["text"]
-    assert "copy the folder identity" in found["key"][0]["text"]
-    _, found = findings(cli, *given, "--store", "postgresql://127.0.0.1:9/none")
-    assert statuses(found)["state"] == "failed"
 
 
 @needs_mosquitto

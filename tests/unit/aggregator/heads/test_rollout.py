@@ -222,10 +222,10 @@ def test_commands_wait_for_the_next_start(store: Store, task: Task) -> None:
     for version in (2, 1):
         outcome = submit_command(store, "rollback")
         assert outcome == f"head {version} will be current when the aggregator is started"
-    assert collect_status(store).rollout == model.Rollout(current=3, candidate=None, requested=1)
+    assert collect_status(store).rollout == model.Rollout(newest=3, current=3, candidate=None, requested=1)
     releases = Rollout(task, store)
     releases.tick(3)
-    assert collect_status(store).rollout == model.Rollout(current=1, candidate=None, requested=None)
+    assert collect_status(store).rollout == model.Rollout(newest=3, current=1, candidate=None, requested=None)
     assert _current(releases).version == 1
     assert (store.folder / "head.onnx").read_bytes() == b"head 1"
     _add_head(store, task.digest, 4)

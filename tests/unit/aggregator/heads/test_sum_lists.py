@@ -156,8 +156,8 @@ def head_of(folder: Path) -> bytes:
 
 
 @pytest.fixture
-def world(either_store: Store) -> World:
-    return World(either_store)
+def world(store: Store) -> World:
+    return World(store)
 
 
 @pytest.mark.parametrize(

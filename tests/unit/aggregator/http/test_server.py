@@ -1,6 +1,5 @@
 """The HTTP server's real process on a state directory: what it answers, and what it refuses."""
 
-import asyncio
 import contextlib
 import gzip
 import http.client
@@ -10,7 +9,6 @@ import stat
 import time
 import zipfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -19,19 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from aggregator.http import snapshots
 from aggregator.http.access import is_own_host
 from aggregator.http.metrics import metrics_text
-from aggregator.http.snapshots import Snapshots, read_snapshot
+from aggregator.http.snapshots import read_snapshot
 from aggregator.status import model
 from aggregator.status.collect import collect_status
-from aggregator.status.details import Details
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import SigningKey
-from tests.support.databases.postgresql import PostgreSQL
 from tests.support.fleets.fleet import wait_until
-from tests.support.messages.submissions import SERVED, TASK, device_info
+from tests.support.messages.submissions import TASK, device_info
 from tests.unit.aggregator.http.servers import TOKEN, Client, own_token, serving
 from tests.unit.aggregator.status.stores import busy_store, started_store, submission_row
 
@@ -68,18 +62,6 @@ def test_status_is_that_of_the_command_line(client: Client, store: Store) -> Non
     assert msgspec.structs.replace(sent, closes_at_s=None) == msgspec.structs.replace(
         expected, closes_at_s=None
     )
-
-
-def test_details_count_by_class(client: Client) -> None:
-    """Images, prototypes and held-out results of a device, and of a head over its devices."""
-    details = msgspec.json.decode(client.get("/api/v1/details").body, type=Details)
-    device = next(each for each in details.devices if each.device == "a")
-    assert (device.images, device.prototypes) == ((30, 0, 20), (6, 0, 4))
-    assert (device.correct, device.incorrect) == ((4, 5, 0), (1, 0, 0))
-    (head,) = details.heads
-    assert (head.correct, head.incorrect) == ((4, 5, 0), (1, 0, 0))
-    assert head.spread is not None
-    assert (head.spread.mean, head.spread.worst, head.spread.devices) == (0.9, 0.9, 1)
 
 
 def test_unchanged_document_is_not_sent_again(client: Client) -> None:
@@ -196,7 +178,7 @@ def test_each_change_is_an_event(tmp_path: Path) -> None:
             first = event()
             store.submissions.put(TASK, submission_row("c", {1: 3}, received_s=300.0))
             assert event() != first
-            assert len(client.get("/api/v1/details").json()["devices"]) == 4
+            assert len(client.get("/api/v1/status").json()["devices"]) == 4
 
 
 REFUSED_HOSTS = (
@@ -279,7 +261,6 @@ def test_commands_need_the_token_on_loopback(server: tuple[Client, str], store: 
 def test_given_token_is_needed_for_reading(guarded: Client) -> None:
     for path in (
         "/api/v1/status",
-        "/api/v1/details",
         "/api/v1/events",
         "/metrics",
         "/api/v1/files/head.onnx",
@@ -348,34 +329,3 @@ def test_commands_are_those_of_the_command_line(tmp_path: Path) -> None:
         revoked = client.post("/api/v1/commands/revoke", {"device": "shed-1"})
         assert "revoked.crl" in revoked.json()["message"]
         assert "shed-1" in store.keys.revoked()
-
-
-def test_state_in_postgresql_is_read_again_only_when_it_has_changed(
-    tmp_path: Path, postgresql: PostgreSQL, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By another program; the start and the end of the aggregator are changes, too."""
-    monkeypatch.setattr(snapshots, "POLL_S", 0)
-    monkeypatch.setattr(snapshots, "REST", 0)
-
-    async def compare() -> None:
-        read = Snapshots(tmp_path)
-        with contextlib.closing(
-            open_store(tmp_path, database=postgresql.url, fleet=tmp_path.name, lock=True)
-        ) as store:
-            store.facts.put(SERVED)
-            first = await read.current()
-            assert first.status is not None
-            assert first.status.running
-            assert await read.current() is first
-            store.facts.put(SigningKey("00"))
-            second = await read.current()
-            assert second.status is not None
-            assert second.status.aggregator_key == "00"
-            assert await read.current() is second
-        # PostgreSQL releases the lock of the closed connection when it notices the end, some milliseconds later.
-        while (third := await read.current()).status is None or third.status.running:
-            pass
-        await read.end()
-
-    with ThreadPoolExecutor(1) as pool:  # a browser's tests leave a running event loop in this thread
-        pool.submit(asyncio.run, compare()).result()

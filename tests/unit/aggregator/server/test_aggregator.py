@@ -223,7 +223,7 @@ def test_folder_of_blobs_that_is_deleted_while_running_stops_the_intake(tmp_path
     store = bench.store
     message = bench.submission()
     assert bench.handle(message) == ["received"]
-    shutil.rmtree(store.blobs.folder)
+    shutil.rmtree(store.folder / "blobs")
     assert "received" not in bench.handle(bench.submission(sequence=2))
     bench.daemon._uploads._trial_s = 0.0
     assert "received" not in bench.handle()

@@ -44,11 +44,6 @@ TASK = served_task(
 )
 
 
-@pytest.fixture
-def store(either_store: Store) -> Store:
-    return either_store
-
-
 class Bench:
     """An intake in round 2."""
 

@@ -1,26 +1,18 @@
-"""Figures of a fleet beside its status: warnings and a forecast; and `aggregator top`."""
+"""Figures of a fleet beside its status: warnings and a forecast."""
 
-import io
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from msgspec.structs import replace
-from rich.console import Console
 
-from aggregator.cli import cli
 from aggregator.intake import intake_status
 from aggregator.intake.intake_status import IntakeStatus
-from aggregator.status import model
 from aggregator.status.attention import attention_of
-from aggregator.status.forecast import gain
-from aggregator.status.render import show_live
-from aggregator.storage.open_store import open_store
+from aggregator.status.forecast import Forecast, gain
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import LostFiles
-from protocol.errors import StateError
 from protocol.wire.messages import Evaluation
-from tests.support.messages.submissions import SERVED, TASK, device_info
+from tests.support.messages.submissions import TASK, device_info
 from tests.unit.aggregator.status.stores import busy_store, collected, rendered
 
 
@@ -85,38 +77,6 @@ def test_status_forecasts_each_class_of_the_current_head(busy: Store) -> None:
     assert [(each.label, each.images) for each in status.forecast] == [("", 40), (one, 20), (three, 20)]
     every, first, last = status.forecast
     assert last.most < every.most < first.most
-    assert isinstance(first, model.Forecast)
+    assert isinstance(first, Forecast)
     text = f"forecast twice as many images should bring 0.9 to 12.1 points: {one} "
     assert text in rendered(status)
-
-
-def test_page_is_updated_until_it_is_interrupted(tmp_path: Path) -> None:
-    """It shows a device that has joined since, a state that cannot be read, and control characters escaped."""
-    store = open_store(tmp_path)
-    store.facts.put(SERVED)
-    output, steps = io.StringIO(), iter(("join", "damage", "end"))
-    pages: list[str] = []
-
-    def wait() -> None:
-        pages.append(output.getvalue())
-        output.truncate(0)
-        match next(steps):
-            case "join":
-                store.devices.put_presence("shed-1", "online", now_s=1.0)
-            case "damage":
-                store.close()
-                (tmp_path / "aggregator.sqlite").write_bytes(b"no database" * 1000)
-            case "end":
-                raise KeyboardInterrupt
-
-    show_live(tmp_path, Console(file=output, force_terminal=True, width=120, height=40), wait=wait)
-    assert ["not running" in page for page in pages] == [True, True, False]
-    assert ["shed-1" in page for page in pages] == [False, True, False]
-    assert "aggregator.sqlite" in pages[2]
-
-
-def test_top_requires_a_state_and_a_terminal(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match="no aggregator state"):
-        show_live(tmp_path, Console(file=io.StringIO()), wait=lambda: None)
-    done = CliRunner().invoke(cli, ["top", "--state", str(tmp_path)])
-    assert "use `aggregator status` elsewhere" in str(done.exception)

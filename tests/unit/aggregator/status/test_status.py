@@ -22,6 +22,7 @@ from aggregator.intake import intake_status
 from aggregator.intake.intake_status import IntakeStatus
 from aggregator.status import model
 from aggregator.status.collect import collect_status
+from aggregator.status.heads import ClassResult, Confusion, DeviceSpread, HeldOut
 from aggregator.storage.devices import ForgottenDevice, Refusal
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
@@ -81,6 +82,8 @@ def test_status_of_busy_aggregator(tmp_path: Path) -> None:
         "idle": ("offline", 0, 0),
     }
     assert status.devices[0].accuracy == 0.9
+    by_class = status.devices[0].images_by_class, status.devices[0].prototypes_by_class
+    assert by_class == ({"cat": 30, "fox": 20}, {"cat": 6, "fox": 4})
     assert status.coverage == {
         "cat": model.Coverage(prototypes=9, devices=2),
         "dog [/bold]": model.Coverage(prototypes=0, devices=0),
@@ -89,7 +92,18 @@ def test_status_of_busy_aggregator(tmp_path: Path) -> None:
     assert (status.submissions, status.waiting, status.closes_at_s) == (2, 1, 260.0)
     (head,) = status.heads
     assert (head.version, head.devices, head.prototypes, len(head.sha256)) == (1, 1, 10, 64)
-    assert head.held_out == model.HeldOut(correct=9, incorrect=1, accuracy=0.9, balanced=0.8, devices=1)
+    assert head.held_out == HeldOut(
+        correct=9,
+        incorrect=1,
+        accuracy=0.9,
+        balanced=0.8,
+        devices=1,
+        spread=DeviceSpread(mean=0.9, worst=0.9, best=0.9, devices=1),
+        by_class={
+            "cat": ClassResult(correct=4, incorrect=1),
+            "dog [/bold]": ClassResult(correct=5, incorrect=0),
+        },
+    )
     assert (status.head_path, status.model_path) == (None, None)
     assert status.refusals == (Refusal("c", "shape", 1, "expected [16], got [17]", 1.0),)
     text = rendered(status)
@@ -207,8 +221,8 @@ def test_confused_classes_of_the_current_head_are_pooled(busy: Store) -> None:
     (found,) = [head.held_out.confused for head in status.heads if head.held_out.confused]
     zero, one, two = status.classes
     assert found == (
-        model.Confusion(label=zero, predicted=one, images=5, of=18),
-        model.Confusion(label=two, predicted=zero, images=3, of=8),
+        Confusion(label=zero, predicted=one, images=5, of=18),
+        Confusion(label=two, predicted=zero, images=3, of=8),
     )
     text = rendered(status)
     assert f"confused {zero} as {one} 5 of 18, {two} as {zero} 3 of 8\n" in text
@@ -310,7 +324,7 @@ def test_heads_and_the_devices_that_use_them(busy: Store) -> None:
     candidate = model.Candidate(
         version=3, canaries=("a", "idle"), awaited=("idle",), since_s=70.0, summary=summary
     )
-    assert status.rollout == model.Rollout(current=1, candidate=candidate, requested=None)
+    assert status.rollout == model.Rollout(newest=3, current=1, candidate=candidate, requested=None)
     assert [(head.state, head.reason) for head in status.heads] == [
         ("current", ""),
         ("rejected", "a [says] no"),

@@ -1,10 +1,9 @@
-"""Stores on both databases."""
+"""The database of the stores that tests open themselves."""
 
 import pytest
 
-from aggregator.storage.store import Store
-
 
 @pytest.fixture
-def store(either_store: Store) -> Store:
-    return either_store
+def database_url() -> str:
+    """No URL: the tables are in the state directory."""
+    return ""

@@ -268,16 +268,14 @@ def test_a_stored_upload_is_found_without_reading_all_of_them(tmp_path: Path, qu
     assert plan.startswith("SEARCH ")
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
 def test_sizes_of_submissions_of_an_older_version_are_counted(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And those that are replaced are counted once."""
-    url = request.getfixturevalue("postgresql").url if kind == "postgresql" else ""
     with monkeypatch.context() as older:
         older.setattr(schema, "MIGRATIONS", MIGRATIONS[:3])
         with contextlib.closing(
-            open_store(tmp_path, database=url, fleet=tmp_path.name if url else "")
+            open_store(tmp_path, database=database_url, fleet=tmp_path.name if database_url else "")
         ) as store:
             text = msgspec.json.encode(_row("a")).decode()
             store.database.write("INSERT INTO submissions VALUES (?, ?, ?, ?, 1)", TASK, "a", b"a", text)
@@ -361,7 +359,7 @@ def test_no_number_is_used_again(store: Store) -> None:
 
 
 def open_database(folder: Path) -> SqliteDatabase:
-    database = SqliteDatabase(folder, read_only=False, lock=FolderLock(folder), is_leader=True)
+    database = SqliteDatabase(folder, read_only=False, lock=FolderLock(folder), holds_lock=True)
     database.write("INSERT INTO facts VALUES ('a', '1')")
     return database
 

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from aggregator.cluster import object_blobs
+from aggregator.cluster.object_blobs import ObjectBlobs
 from aggregator.config.task_file import load_task
 from aggregator.heads.schedule import Schedule
-from aggregator.storage import object_blobs
 from aggregator.storage.heads import HeadRecord
-from aggregator.storage.object_blobs import ObjectBlobs
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import LostFiles

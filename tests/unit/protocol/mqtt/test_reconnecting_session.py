@@ -121,6 +121,30 @@ def test_message_without_connection_is_dropped(serve: Serve, address: BrokerAddr
             assert ear.wait(Received).payload == b"fresh"
 
 
+def test_session_that_may_not_connect_publishes_nothing(broker: BrokerAddress) -> None:
+    """Its connection ends in place of the next publication, and at a stop without the final one."""
+    may_connect = threading.Event()
+    may_connect.set()
+    with (
+        running(broker, "b", "t") as (there, hears),
+        running(broker, "a", may_connect=may_connect.is_set) as (says, ear),
+    ):
+        hears.wait(Connected)
+        ear.wait(Connected)
+        may_connect.clear()
+        says.send(Outgoing("t", b"withheld"))
+        assert "another program" in ear.wait(Disconnected).reason
+        may_connect.set()
+        ear.wait(Connected)
+        says.send(Outgoing("t", b"sent"))
+        assert hears.wait(Received).payload == b"sent"
+        ear.wait(Drained)
+        may_connect.clear()
+        says.stop([Outgoing("t", b"final")])
+        there.send(Outgoing("t", b"of another program"))
+        assert hears.wait(Received).payload == b"of another program"
+
+
 def _own_sockets(port: int) -> set[int]:
     """Return the file descriptors of this process that are TCP connections to a port."""
     connections = psutil.Process().net_connections("tcp")

@@ -10,15 +10,17 @@ from pathlib import Path
 import pytest
 
 from aggregator.cli.state import existing_state
-from aggregator.storage import postgresql as database
+from aggregator.cluster import postgresql as database
+from aggregator.cluster.errors import NotLeader
 from aggregator.storage import schema
 from aggregator.storage.open_store import open_store
 from aggregator.storage.schema import MIGRATIONS
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import SigningKey
-from protocol.errors import ConfigError, NotLeader, StateError
+from aggregator.storage.stored_values import TaskPreparation
+from protocol.errors import ConfigError, StateError
 from tests.support.databases.postgresql import DatabaseProxy, Fault, PostgreSQL
 from tests.support.machine_faults import fill, small_disk
+from tests.support.messages.submissions import SERVED
 
 
 def _open(folder: Path, server: PostgreSQL, *, lock: bool = False) -> "contextlib.closing[Store]":
@@ -28,13 +30,13 @@ def _open(folder: Path, server: PostgreSQL, *, lock: bool = False) -> "contextli
 def test_state_directory_remembers_its_database(tmp_path: Path, postgresql: PostgreSQL) -> None:
     """For the other commands; another fleet of the same database sees nothing of it."""
     with _open(tmp_path / "a", postgresql) as store:
-        store.facts.put(SigningKey("1"))
+        store.facts.put(TaskPreparation("1"))
     with contextlib.closing(open_store(tmp_path / "a", read_only=True)) as reader:
-        assert reader.facts.get(SigningKey) == SigningKey("1")
+        assert reader.facts.get(TaskPreparation) == TaskPreparation("1")
         with pytest.raises(StateError, match="read-only"):
-            reader.facts.put(SigningKey("2"))
+            reader.facts.put(TaskPreparation("2"))
     with contextlib.closing(open_store(tmp_path / "b", database=postgresql.url, fleet="x" * 64)) as other:
-        assert other.facts.get(SigningKey) is None
+        assert other.facts.get(TaskPreparation) is None
     open_store(tmp_path / "file").close()
     with pytest.raises(ConfigError, match="give --store with another --state"):
         open_store(tmp_path / "file", database=postgresql.url, fleet="f")
@@ -45,7 +47,8 @@ def test_program_with_another_state_directory_needs_an_object_store(
 ) -> None:
     """It would look for the blobs in its own folder, in which they are not."""
     first, second = tmp_path / "a", tmp_path / "b"
-    with _open(first, postgresql, lock=True):
+    with _open(first, postgresql, lock=True) as running:
+        running.facts.put(SERVED)
         shutil.copytree(first, second, ignore=shutil.ignore_patterns("blobs"))
         with (
             pytest.raises(ConfigError, match="start `aggregator run` there with --blobs"),
@@ -59,15 +62,12 @@ def test_program_with_another_state_directory_needs_an_object_store(
             pass
 
 
-def test_one_aggregator_runs_on_a_fleet_whatever_its_directory(
+def test_schema_is_not_migrated_while_an_aggregator_runs(
     tmp_path: Path, postgresql: PostgreSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its schema is not migrated by a newer program meanwhile."""
-    monkeypatch.setattr("aggregator.storage.postgresql_lead.LOCK_S", 0.2)
+    """One of another machine may run on the same fleet."""
     with _open(tmp_path / "a", postgresql, lock=True), _open(tmp_path / "b", postgresql) as other:
         assert other.database.is_locked()
-        with pytest.raises(StateError, match="already runs on"):
-            open_store(tmp_path / "c", database=postgresql.url, fleet=tmp_path.name, lock=True)
         monkeypatch.setattr(schema, "MIGRATIONS", (*MIGRATIONS, "ALTER TABLE heads ADD COLUMN n TEXT;"))
         with pytest.raises(StateError, match="of an older protofleet runs on it"):
             open_store(tmp_path / "b")
@@ -80,8 +80,8 @@ def test_writes_of_other_processes_are_noticed(tmp_path: Path, postgresql: Postg
     with _open(tmp_path / "a", postgresql) as one, _open(tmp_path / "b", postgresql) as other:
         before = one.database.data_version(), other.database.data_version()
         with one.transaction():
-            one.facts.put(SigningKey("1"))
-            assert other.facts.get(SigningKey) is None
+            one.facts.put(TaskPreparation("1"))
+            assert other.facts.get(TaskPreparation) is None
         assert one.database.data_version() == before[0]
         assert other.database.data_version() != before[1]
         assert not other.keys.is_closed()
@@ -94,8 +94,8 @@ def test_failed_statement_undoes_its_transaction(tmp_path: Path, postgresql: Pos
     with _open(tmp_path / "a", postgresql) as store:
         with pytest.raises(StateError, match="a statement of the transaction has failed"):
             _put_and_fail(store)
-        assert store.facts.get(SigningKey) is None
-        store.facts.put(SigningKey("2"))
+        assert store.facts.get(TaskPreparation) is None
+        store.facts.put(TaskPreparation("2"))
         store.refusals.count("a", reason="shape", detail="a\0b % ?", now_s=1.0)
         assert store.refusals.all()[0].detail == "a\N{REPLACEMENT CHARACTER}b % ?"
 
@@ -106,19 +106,19 @@ def test_killed_server_is_an_error_until_it_runs_again(tmp_path: Path) -> None:
     try:
         server.start()
         with _open(tmp_path / "a", server, lock=True) as store:
-            store.facts.put(SigningKey("1"))
+            store.facts.put(TaskPreparation("1"))
             now_s = store.clock.now_s()
             with pytest.raises(StateError, match="cannot use postgresql://"):
                 _put_and_kill(store, server)
             with pytest.raises(StateError, match="cannot use postgresql://"):
-                store.facts.get(SigningKey)
+                store.facts.get(TaskPreparation)
             server.start()
-            assert store.facts.get(SigningKey) == SigningKey("1")
-            store.facts.put(SigningKey("4"))
+            assert store.facts.get(TaskPreparation) == TaskPreparation("1")
+            store.facts.put(TaskPreparation("4"))
             assert store.database.is_locked()
             assert store.clock.now_s() >= now_s
         with _open(tmp_path / "a", server) as again:
-            assert again.facts.get(SigningKey) == SigningKey("4")
+            assert again.facts.get(TaskPreparation) == TaskPreparation("4")
             assert again.clock.now_s() >= now_s
     finally:
         server.close()
@@ -145,16 +145,16 @@ def test_a_mistyped_url_is_not_remembered(tmp_path: Path, postgresql: PostgreSQL
 
 def _put_and_fail(store: Store) -> None:
     with store.transaction():
-        store.facts.put(SigningKey("1"))
+        store.facts.put(TaskPreparation("1"))
         with contextlib.suppress(StateError):
             store.database.write("SELECT no_such_column")
 
 
 def _put_and_kill(store: Store, server: PostgreSQL) -> None:
     with store.transaction():
-        store.facts.put(SigningKey("2"))
+        store.facts.put(TaskPreparation("2"))
         server.kill()
-        store.facts.put(SigningKey("3"))
+        store.facts.put(TaskPreparation("3"))
 
 
 SESSIONS = "SELECT pid FROM pg_locks WHERE locktype = 'advisory'"
@@ -172,7 +172,7 @@ def through(proxy: DatabaseProxy, tmp_path: Path) -> Iterator[Store]:
     """A store whose connections go through the proxy, as the fleet's aggregator."""
     opened = open_store(tmp_path / "a", database=proxy.url, fleet=tmp_path.name, lock=True)
     with contextlib.closing(opened):
-        opened.facts.put(SigningKey("before"))
+        opened.facts.put(TaskPreparation("before"))
         yield opened
 
 
@@ -201,20 +201,20 @@ def test_lost_connection(
     version = through.database.data_version()
     proxy.provoke(fault, marker)
     if marker == "SELECT value":
-        assert through.facts.get(SigningKey) == SigningKey("before")
+        assert through.facts.get(TaskPreparation) == TaskPreparation("before")
     elif marker == "BEGIN":
-        through.facts.put(SigningKey("after"))
+        through.facts.put(TaskPreparation("after"))
     else:
         with pytest.raises(StateError, match="cannot use postgresql://"):
-            through.facts.put(SigningKey("after"))
+            through.facts.put(TaskPreparation("after"))
         is_stored = (fault, marker) == ("answer lost", "COMMIT")
-        assert direct.facts.get(SigningKey) == SigningKey("after" if is_stored else "before")
+        assert direct.facts.get(TaskPreparation) == TaskPreparation("after" if is_stored else "before")
         assert (
             through.database.data_version() != version
         ) == is_stored  # so that nothing of it is read from a cache
-        through.facts.put(SigningKey("after"))
+        through.facts.put(TaskPreparation("after"))
     assert proxy.faults == 1
-    assert direct.facts.get(SigningKey) == through.facts.get(SigningKey)
+    assert direct.facts.get(TaskPreparation) == through.facts.get(TaskPreparation)
     assert direct.database.is_locked()
 
 
@@ -224,15 +224,15 @@ def test_session_that_an_administrator_ends(through: Store, direct: Store, postg
 
     def put_and_end() -> None:
         with through.transaction():
-            through.facts.put(SigningKey("lost"))
+            through.facts.put(TaskPreparation("lost"))
             postgresql.execute(end)
-            through.facts.put(SigningKey("lost"))
+            through.facts.put(TaskPreparation("lost"))
 
     assert postgresql.execute(end) == [(True,)]
-    through.facts.put(SigningKey("after"))
+    through.facts.put(TaskPreparation("after"))
     with pytest.raises(StateError, match="terminating connection"):
         put_and_end()
-    assert direct.facts.get(SigningKey) == through.facts.get(SigningKey) == SigningKey("after")
+    assert direct.facts.get(TaskPreparation) == through.facts.get(TaskPreparation) == TaskPreparation("after")
     assert direct.database.is_locked()
 
 
@@ -244,13 +244,13 @@ def test_server_that_has_become_read_only(through: Store, direct: Store, postgre
         postgresql.execute("ALTER SYSTEM SET default_transaction_read_only = on", reload)
         with pytest.raises(StateError, match="read-only transaction"):
             _write_until_it_fails(through)
-        assert through.facts.get(SigningKey) == SigningKey("before")
+        assert through.facts.get(TaskPreparation) == TaskPreparation("before")
         assert postgresql.execute(SESSIONS) != before
     finally:
         postgresql.execute("ALTER SYSTEM RESET default_transaction_read_only", reload)
-    while direct.facts.get(SigningKey) != SigningKey("after"):
+    while direct.facts.get(TaskPreparation) != TaskPreparation("after"):
         with contextlib.suppress(StateError):
-            through.facts.put(SigningKey("after"))
+            through.facts.put(TaskPreparation("after"))
 
 
 def _write_until_it_fails(store: Store) -> None:
@@ -265,13 +265,13 @@ def test_full_disk(tmp_path: Path) -> None:
         with contextlib.closing(
             open_store(tmp_path / "a", database=server.url, fleet="f", lock=True)
         ) as store:
-            store.facts.put(SigningKey("before"))
+            store.facts.put(TaskPreparation("before"))
             fill(disk)
             with pytest.raises(StateError, match="No space left on device"):
                 store.database.check_writable()
             with pytest.raises(StateError, match="No space left on device"):
                 store.refusals.count("a", reason="shape", detail=secrets.token_hex(2**20), now_s=1.0)
-            assert store.facts.get(SigningKey) == SigningKey("before")
+            assert store.facts.get(TaskPreparation) == TaskPreparation("before")
             (disk / "filler").unlink()
             store.database.check_writable()
             store.refusals.count("a", reason="shape", detail="", now_s=1.0)
@@ -287,12 +287,12 @@ def test_tables_that_went_back_in_time(through: Store, direct: Store, postgresql
     with pytest.raises(NotLeader, match="lacks its last 1 changes"):
         through.database.data_version()
     with pytest.raises(NotLeader):
-        through.facts.put(SigningKey("after"))
+        through.facts.put(TaskPreparation("after"))
     with pytest.raises(NotLeader):
-        direct.facts.put(SigningKey("of another program"))
+        direct.facts.put(TaskPreparation("of another program"))
     through.close()
     with contextlib.closing(open_store(through.folder, lock=True)) as store:
-        store.facts.put(SigningKey("again"))
+        store.facts.put(TaskPreparation("again"))
 
 
 def test_failover_to_a_replica(tmp_path: Path) -> None:
@@ -304,14 +304,14 @@ def test_failover_to_a_replica(tmp_path: Path) -> None:
             hosts = f"127.0.0.1:{primary.port},127.0.0.1:{replica.port}"
             url = f"postgresql://fleet@{hosts}/postgres?target_session_attrs=read-write"
             with contextlib.closing(open_store(tmp_path / "a", database=url, fleet="f", lock=True)) as store:
-                store.facts.put(SigningKey("before"))
+                store.facts.put(TaskPreparation("before"))
                 _wait_for_replica(primary)
                 primary.kill()
                 with pytest.raises(StateError, match="session is read-only"):
                     store.database.check_writable()
                 replica.promote()
-                assert store.facts.get(SigningKey) == SigningKey("before")
-                store.facts.put(SigningKey("after"))
+                assert store.facts.get(TaskPreparation) == TaskPreparation("before")
+                store.facts.put(TaskPreparation("after"))
                 assert store.database.is_locked()
 
 

@@ -9,21 +9,27 @@ import os
 import re
 import threading
 import time
-from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
 from obstore.store import S3Store
 
+from aggregator.cluster.errors import NoAnswer
 from aggregator.storage.background import WriteBatch, submit
-from protocol.errors import BlobLost, ConfigError, NoAnswer, StateError
+from aggregator.storage.blobs import blob_or_loss
+from aggregator.storage.stored_values import BlobLocation
+from protocol.errors import BlobLost, ConfigError, StateError
 from protocol.storage.blobstore import BlobStore
+from protocol.storage.facts import Facts
 from protocol.wire.codec import digest_of
 
 PART_BYTES = 8 * 1024**2
@@ -43,6 +49,12 @@ GRACE = timedelta(hours=1)
 
 THREADS = 16
 """Uploads at a time: one takes as long as the network takes, not the disk."""
+
+AHEAD = 8
+"""Blobs that are in memory or on their way, at most."""
+
+AHEAD_BYTES = 64 * 1024**2
+"""Their bytes, if none is larger than the largest one so far; a larger blob is read alone."""
 
 MAX_REASON = 300
 
@@ -87,10 +99,6 @@ class ObjectBlobs:
         self._lock = threading.Lock()
         """Held while a copy is downloaded."""
 
-    @property
-    def folder(self) -> Path:
-        return self._cache.folder
-
     def claim(self, owner: str, *, is_new: bool) -> None:
         """Check that the objects are those of `owner`; where `is_new`, they may become its own.
 
@@ -131,8 +139,8 @@ class ObjectBlobs:
         return digest
 
     def put_in_batch(self, data: bytes, *, digest: bytes, batch: WriteBatch) -> None:
-        """Start to store `data`, whose digest was verified; the batch waits for it."""
-        batch.wait_for(submit(self._pool, self._put, self._key(digest), data))
+        if (key := self._key(digest)) not in batch:
+            batch.add_elsewhere(key, submit(self._pool, self._put, key, data))
 
     def is_whole(self, digest: bytes) -> bool:
         try:
@@ -175,6 +183,24 @@ class ObjectBlobs:
             raise self._moved(digest)
         raise BlobLost(digest, f"{self.location}/blobs/{digest.hex()} is missing")
 
+    def read_each(self, digests: Iterable[bytes]) -> Iterator[bytes | BlobLost]:
+        """Yield each blob, or the error of one that is lost; several are read at a time."""
+        pool = ThreadPoolExecutor(AHEAD, thread_name_prefix="reading")
+        reading: deque[Future[bytes | BlobLost]] = deque()
+        largest, limit = 1, 2
+        try:
+            for digest in digests:
+                reading.append(submit(pool, blob_or_loss, self, digest))
+                while len(reading) >= limit:
+                    blob = reading.popleft().result()
+                    largest = max(largest, len(blob) if isinstance(blob, bytes) else 0)
+                    limit = max(1, min(AHEAD, AHEAD_BYTES // largest))
+                    yield blob
+            for each in reading:
+                yield each.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
     def verified_path(self, digest: bytes) -> Path:
         """Return the path of a blob's verified copy, downloading it first if necessary; raises what `read` does."""
         with self._lock:
@@ -201,10 +227,6 @@ class ObjectBlobs:
 
     def _key(self, digest: bytes, *, folder: str = "blobs") -> str:
         return f"{self._prefix}{folder}/{digest.hex()}"
-
-    def check(self) -> None:
-        """Raise StateError if the bucket cannot be listed; changes nothing."""
-        next(self._objects(), None)
 
     def _check_owner(self) -> bytes:
         """Return the object `owner`; raises StateError if the whole store is gone: then no single blob is lost."""
@@ -261,6 +283,35 @@ class ObjectBlobs:
             is_refusal = any(each in str(error) for each in _REFUSALS)
             kind = NoAnswer if isinstance(error, GenericError) and not is_refusal else StateError
             raise kind(f"cannot use {self.location}: {_reason(error)}") from None
+
+
+def open_blobs(location: str) -> ObjectBlobs:
+    return ObjectBlobs(location)
+
+
+def blobs_of(folder: Path, facts: Facts, location: str) -> ObjectBlobs:
+    """Return the blobs of the aggregator with a state directory, which remembers the location.
+
+    The blobs of the directory are copied to an object store that is given for the first time.
+
+    Raises:
+        ConfigError: the location is of another form, or another aggregator's.
+        StateError: it cannot be used, or is not the one that the database refers to.
+    """
+    stored, location = facts.get(BlobLocation) or BlobLocation(owner=uuid4().hex), location.rstrip("/")
+    blobs = ObjectBlobs(location, cache=folder / "copies")
+    is_first = not stored.location
+    if is_first:
+        facts.put(stored)  # before the claim: an interrupted start claims it again
+    blobs.claim(stored.owner, is_new=is_first)
+    if is_first and (folder / "blobs").is_dir():
+        before = BlobStore(folder / "blobs")
+        for digest in before.digests():
+            if before.is_whole(digest):
+                blobs.put(before.read(digest))
+    if location != stored.location:
+        facts.put(BlobLocation(owner=stored.owner, location=location))
+    return blobs
 
 
 def _open(location: str) -> tuple[S3Store, str]:

@@ -16,9 +16,10 @@ from tests.support.network.brokers import free_address
 
 pytest.importorskip("ray", reason="needs ray")
 
-from aggregator.cluster import ray_engine
-from aggregator.cluster.ray_connection import connected, require_version
-from aggregator.cluster.ray_engine import parts, require_machine
+from aggregator.cluster import ray_driver
+from aggregator.cluster.ray_actor import require_version
+from aggregator.cluster.ray_connection import connected
+from aggregator.cluster.ray_driver import parts, require_machine
 from aggregator.cluster.ray_worker import SCRATCH, Piece, Worker
 
 PART = 100
@@ -28,7 +29,7 @@ PART = 100
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
-    monkeypatch.setattr(ray_engine, "PART_BYTES", PART)
+    monkeypatch.setattr(ray_driver, "PART_BYTES", PART)
     yield (worker := Worker())
     worker.end()
     assert list((tmp_path / "scratch").iterdir()) == []

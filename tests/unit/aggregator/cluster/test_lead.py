@@ -14,15 +14,17 @@ from typing import Any
 import psycopg
 import pytest
 
+from aggregator.cluster import lead
+from aggregator.cluster.errors import NoAnswer, NotLeader
+from aggregator.cluster.standby import Standby
+from aggregator.cluster.tables import run
 from aggregator.coordination.round_state import Settings
 from aggregator.messaging.manifest_signer import identity_of
-from aggregator.security.key_rotation import require_fleet_key, rotate_key
-from aggregator.server.standby import Standby
-from aggregator.storage import postgresql_lead as lead
+from aggregator.security.key_rotation import rotate_key
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import ServedTask, SigningKey
-from protocol.errors import ConfigError, NotLeader, StateError
+from aggregator.storage.stored_values import ServedTask, SigningKey, TaskPreparation
+from protocol.errors import ConfigError, ProtofleetError, StateError
 from protocol.wire.signing import public_key
 from tests.support.databases.postgresql import PostgreSQL
 
@@ -32,16 +34,14 @@ NEVER_S = 3600.0
 class Waiting:
     """A store that is opened in a thread as soon as it leads."""
 
-    def __init__(self, open_to_lead: Callable[[Callable[[str], None]], Store]) -> None:
+    def __init__(self, open_to_lead: Callable[[], Store]) -> None:
         self._calls = threading.Semaphore(0)
         self._leaders: list[str] = []
         self._opened: list[Store] = []
-        self._thread = threading.Thread(
-            target=lambda: self._opened.append(open_to_lead(self._wait)), daemon=True
-        )
+        self._thread = threading.Thread(target=lambda: self._opened.append(open_to_lead()), daemon=True)
         self._thread.start()
 
-    def _wait(self, leader: str) -> None:
+    def wait(self, leader: str) -> None:
         self._leaders.append(leader)
         self._calls.release()
 
@@ -58,21 +58,31 @@ class Waiting:
 
 
 class Fleet:
-    def __init__(self, folder: Path, server: PostgreSQL) -> None:
-        self._folder, self._server = folder, server
+    def __init__(self, folder: Path, server: PostgreSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._folder, self._server, self._patch = folder, server, monkeypatch
         self.url = server.url
         self._stores = contextlib.ExitStack()
 
-    def store(self, name: str, *, standby: Callable[[str], None] | None = None, lock: bool = True) -> Store:
-        fleet = self._folder.name
+    def store(self, name: str, *, lock: bool = True) -> Store:
         opened = open_store(
-            self._folder / name, database=self._server.url, fleet=fleet, lock=lock, standby=standby
+            self._folder / name, database=self._server.url, fleet=self._folder.name, lock=lock
         )
         self._stores.callback(opened.close)
         return opened
 
     def waiting(self, name: str) -> Waiting:
-        return Waiting(lambda standby: self.store(name, standby=standby))
+        """Open the only store that waits."""
+        waiting: Waiting
+        ready = threading.Event()
+
+        def open_to_lead() -> Store:
+            ready.wait()
+            return self.store(name)
+
+        waiting = Waiting(open_to_lead)
+        self._patch.setattr(Standby, "wait", lambda _, leader: waiting.wait(leader))
+        ready.set()
+        return waiting
 
     def close(self) -> None:
         self._stores.close()
@@ -83,7 +93,7 @@ def fleet(tmp_path: Path, postgresql: PostgreSQL, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(lead, "STANDBY_S", 0.05)
     monkeypatch.setattr(lead, "HEARTBEAT_S", NEVER_S)  # without luck: only a test's own statements count
     monkeypatch.setattr(lead, "LEASE_S", NEVER_S)
-    opened = Fleet(tmp_path, postgresql)
+    opened = Fleet(tmp_path, postgresql, monkeypatch)
     yield opened
     opened.close()
 
@@ -109,18 +119,18 @@ def _cut(fleet: Fleet, store: Store) -> None:
 def test_a_standby_leads_when_the_leader_has_ended(fleet: Fleet) -> None:
     """It knows by name who leads, changes nothing before, and is no longer certain of it once it is replaced."""
     first = fleet.store("first")
-    first.facts.put(SigningKey("1"))
+    first.facts.put(TaskPreparation("1"))
     waiting = fleet.waiting("second")
     assert waiting.leader() == first.database.leader() == platform.node()[:30]
-    assert first.database.leads()
-    first.database.check_lead()
+    assert first.database.may_connect()
+    first.database.data_version()
     first.close()
     second = waiting.store()
-    assert second.database.leads()
-    assert second.facts.get(SigningKey) == SigningKey("1")
+    assert second.database.may_connect()
+    assert second.facts.get(TaskPreparation) == TaskPreparation("1")
     with pytest.raises(NotLeader):
-        first.facts.put(SigningKey("2"))
-    assert not first.database.leads()
+        first.facts.put(TaskPreparation("2"))
+    assert not first.database.may_connect()
 
 
 def test_a_silent_leader_loses_its_lead_for_good(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,23 +139,23 @@ def test_a_silent_leader_loses_its_lead_for_good(fleet: Fleet, monkeypatch: pyte
 
     def put_and_lose() -> Store:
         with contextlib.suppress(StateError), first.transaction():
-            first.facts.put(SigningKey("1"))
+            first.facts.put(TaskPreparation("1"))
             waiting = fleet.waiting("second")
             waiting.leader()
             monkeypatch.setattr(lead, "LEASE_S", 0.0)
             second = waiting.store()
             monkeypatch.setattr(lead, "LEASE_S", NEVER_S)
-            first.facts.put(SigningKey("2"))
+            first.facts.put(TaskPreparation("2"))
         return second
 
     second = put_and_lose()
     with pytest.raises(NotLeader, match="another aggregator leads the fleet on "):
-        first.database.check_lead()
+        first.database.data_version()
     second.close()
     with pytest.raises(NotLeader):
-        first.facts.put(SigningKey("3"))
-    assert not first.database.leads()
-    assert fleet.store("third").facts.get(SigningKey) is None
+        first.facts.put(TaskPreparation("3"))
+    assert not first.database.may_connect()
+    assert fleet.store("third").facts.get(TaskPreparation) is None
 
 
 def test_a_leader_lives_as_long_as_its_heartbeat_also_in_a_transaction(fleet: Fleet) -> None:
@@ -167,11 +177,11 @@ def test_a_leader_lives_as_long_as_its_heartbeat_also_in_a_transaction(fleet: Fl
             failed = last_sign()
             _database(first)._beat()
             assert len({before, between, failed, last_sign()}) == 4
-            assert first.database.leads()
+            assert first.database.may_connect()
 
     with pytest.raises(StateError, match="a statement of the transaction has failed"):
         beat_and_fail()
-    first.database.check_lead()
+    first.database.data_version()
 
 
 def test_the_heartbeat_goes_on_while_a_transaction_takes_its_time(
@@ -193,7 +203,7 @@ def test_no_heartbeat_keeps_a_transaction_open_for_ever(
     with first.transaction():
         monkeypatch.setattr(lead, "TRANSACTION_S", 0.0)
         _database(first)._beat()
-        assert not first.database.leads()
+        assert not first.database.may_connect()
 
 
 def test_a_slow_statement_is_no_silence(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,9 +230,9 @@ def test_a_slow_statement_is_no_silence(fleet: Fleet, monkeypatch: pytest.Monkey
         assert other.execute(active, [pid]).fetchone() is not None
         other.execute("SELECT pg_cancel_backend(%s)", [pid])
     statement.join()
-    assert waiting.store().database.leads() is False  # as no lease lasts
+    assert waiting.store().database.may_connect() is False  # as no lease lasts
     with pytest.raises(NotLeader):
-        first.database.check_lead()
+        first.database.data_version()
 
 
 def test_a_leader_whose_connection_is_cut_leads_on(fleet: Fleet) -> None:
@@ -230,13 +240,13 @@ def test_a_leader_whose_connection_is_cut_leads_on(fleet: Fleet) -> None:
     first = fleet.store("first")
     _cut(fleet, first)
     _database(first)._beat()
-    assert not first.database.leads()
-    first.database.check_lead()
-    assert first.database.leads()
+    assert not first.database.may_connect()
+    first.database.data_version()
+    assert first.database.may_connect()
     unnoticed = _session(first)
     _database(first)._db = None
-    first.database.check_lead()
-    assert first.database.leads()
+    first.database.data_version()
+    assert first.database.may_connect()
     with pytest.raises(psycopg.OperationalError):
         unnoticed.execute("SELECT 1")
 
@@ -247,109 +257,99 @@ def test_a_leader_that_others_have_followed_does_not_lead_again(fleet: Fleet) ->
     _cut(fleet, first)
     fleet.store("second").close()
     with pytest.raises(NotLeader):
-        first.database.check_lead()
-    assert fleet.store("third").database.leads()
+        first.database.data_version()
+    assert fleet.store("third").database.may_connect()
 
 
 def test_a_standby_counts_as_started(
-    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Service managers would end it otherwise; what it logs is there once."""
-    fleet.store("second", lock=False)
+    """Service managers would end it otherwise; what it logs is there once, and it is checked again later."""
+    checks: list[bool] = []
+
+    def check() -> bool:
+        checks.append(True)
+        return len(checks) > 1
+
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager, caplog.at_level(logging.INFO):
         manager.bind(str(tmp_path / "notify"))
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
-        standby = Standby(tmp_path / "second")
-        standby.wait("host")
-        standby.wait("host")
+        standby = Standby(tmp_path, check)
+        for _ in range(3):
+            standby.wait("host")
         assert [manager.recv(100), manager.recv(100)] == [b"READY=1", b"WATCHDOG=1"]
     assert caplog.text.count("standby: another aggregator leads the fleet leader=host") == 1
+    assert len(checks) == 2
 
 
-def test_a_standby_outlives_postgresql(
-    tmp_path: Path, postgresql: PostgreSQL, caplog: pytest.LogCaptureFixture
+def test_an_aggregator_begins_again_where_that_may_help(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """But a program that is started without it ends with an error."""
-    standby, failures = Standby(tmp_path), [StateError("no server"), StateError("no server")]
+    """After a lost lead at once, and after a delay as long as nothing answers; other errors end it."""
+    delays: list[float] = []
+    monkeypatch.setattr(time, "sleep", delays.append)
+    errors: list[ProtofleetError | None] = [
+        NotLeader("another one leads"),
+        NoAnswer("no server"),
+        NoAnswer("no server"),
+        None,
+    ]
 
-    def open_to_lead() -> Store:
-        if failures:
-            raise failures.pop()
-        return open_store(tmp_path, database=postgresql.url, fleet=tmp_path.name, lock=True)
+    def serve() -> None:
+        if (error := errors.pop(0)) is not None:
+            raise error
 
-    with pytest.raises(StateError, match="no server"):
-        standby.open(open_to_lead)
-    standby.wait("host")
-    caplog.set_level("INFO")
-    with contextlib.closing(standby.open(open_to_lead)) as store:
-        assert store.database.leads()
-    assert "this aggregator leads the fleet now" in caplog.text
-
-
-def test_a_standby_outlives_a_failed_take_over(tmp_path: Path) -> None:
-    """PostgreSQL or the object store may fail between the lock and the first message of the new leader."""
-    standby, failures = Standby(tmp_path), [StateError("no server"), StateError("no server")]
-
-    def lead() -> str:
-        if failures:
-            raise failures.pop()
-        return "stopped"
-
-    with pytest.raises(StateError, match="no server"):
-        standby.repeat(lead)
-    standby.wait("host")
-    assert standby.repeat(lead) == "stopped"
-    assert not failures
+    run(serve)
+    assert (len(delays), errors) == (2, [])
+    assert "this aggregator no longer leads" in caplog.text
+    errors = [StateError("damaged")]
+    with pytest.raises(StateError, match="damaged"):
+        run(serve)
 
 
 def test_commands_run_beside_a_leader(fleet: Fleet) -> None:
     first, command = fleet.store("first"), fleet.store("second", lock=False)
-    command.facts.put(SigningKey("1"))
-    command.database.check_lead()
-    assert command.database.leads()
-    assert first.facts.get(SigningKey) == SigningKey("1")
+    command.facts.put(TaskPreparation("1"))
+    assert command.database.may_connect()
+    assert first.facts.get(TaskPreparation) == TaskPreparation("1")
 
 
 def test_only_an_aggregator_with_the_fleets_blobs_may_lead(fleet: Fleet, tmp_path: Path) -> None:
     """Otherwise it would count all submissions as lost; before the first task there is nothing to lose."""
-    first = fleet.store("first")
-    fleet.store("second", lock=False)
+    first, second = fleet.store("first"), fleet.store("second", lock=False)
     shutil.rmtree(tmp_path / "second" / "blobs")
-    standby = Standby(tmp_path / "second")
-    standby.wait("host")
+    second.database.check_folder()
     first.facts.put(
         ServedTask(bytes(32), 1, tmp_path.name, "fedtc", ("apple",), Settings(quorum=1, deadline_s=1))
     )
     with pytest.raises(ConfigError, match="mount its folder blobs here"):
-        Standby(tmp_path / "second").wait("host")
+        fleet.store("second")  # a standby, at its start
     first.close()
     with pytest.raises(ConfigError, match="mount its folder blobs here"):
         fleet.store("second")
     (tmp_path / "second" / "blobs").mkdir()
-    assert fleet.store("second").database.leads()
+    assert fleet.store("second").database.may_connect()
 
 
 def test_only_the_fleets_signing_key_may_lead(fleet: Fleet, tmp_path: Path) -> None:
     """A standby is refused at its start, and a missing key is not replaced by a new one."""
     first = fleet.store("first")
-    key = identity_of(first.folder)
-    require_fleet_key(first)
-    first.facts.put(SigningKey(public_key(key).hex()))
-    require_fleet_key(first)
-    fleet.store("second", lock=False)
-    standby = Standby(tmp_path / "second")
+    first.database.check_folder()
+    first.facts.put(SigningKey(public_key(identity_of(first.folder)).hex()))
+    first.database.check_folder()
+    second = fleet.store("second", lock=False).database
     with pytest.raises(ConfigError, match=r"is missing: copy the folder identity"):
-        standby.wait("host")
+        fleet.store("second")
     assert not (tmp_path / "second" / "identity").exists()
     identity_of(tmp_path / "second")
     with pytest.raises(ConfigError, match="is not the fleet's signing key"):
-        standby.wait("host")
+        fleet.store("second")
     shutil.rmtree(tmp_path / "second" / "identity")
     shutil.copytree(tmp_path / "first" / "identity", tmp_path / "second" / "identity")
-    standby.wait("host")
+    second.check_folder()
     first.close()
     command = fleet.store("first", lock=False)
     rotate_key(command, fleet=tmp_path.name)
-    require_fleet_key(command)
+    command.database.check_folder()
     with pytest.raises(ConfigError, match="is not the fleet's signing key"):
-        Standby(tmp_path / "second").wait("host")
+        second.check_folder()

@@ -4,18 +4,20 @@ A leader has one connection. When PostgreSQL ends its session, it loses the lock
 lock is the fence as well. A heartbeat keeps the session active; a standby ends one that is silent for `LEASE_S`.
 """
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import psycopg
 
-from aggregator.storage.postgresql import READ_CHANGES, Holder, PostgresDatabase, elapsed_s
-from aggregator.storage.stored_values import Leader
-from protocol.errors import NotLeader, StateError
+from aggregator.cluster.errors import NotLeader
+from aggregator.cluster.postgresql import READ_CHANGES, Holder, PostgresDatabase, elapsed_s
+from aggregator.cluster.standby import Standby
+from protocol.errors import StateError
 from protocol.log import event
 from protocol.storage.folder_lock import FolderLock
 from protocol.threads import start_thread
@@ -44,28 +46,36 @@ LOCK_S = 5.0
 _END = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %s AND backend_start::text = %s"
 
 
+class Leader(msgspec.Struct, frozen=True):
+    """Which aggregator of the fleet leads: the number of times that one has taken the lead."""
+
+    term: int
+
+
 class LeadingDatabase(PostgresDatabase):
     """A fleet's schema for the aggregator that leads the fleet, over all its connections.
+
+    It waits as long as another aggregator leads. From then on the locks of the state directory and, in PostgreSQL, of
+    the fleet are held until `close`; NotLeader is raised by whatever uses the tables once the lead is lost.
 
     Args:
         url: as of `PostgresDatabase`.
         fleet: the fleet's name.
-        lock: the lock of the state directory, held until `close`, and with it the fleet's lock in PostgreSQL.
-        standby: called about every `STANDBY_S` while another aggregator leads, with its machine's name; may raise. None
-            to raise StateError instead of waiting.
+        folder: the program's state directory.
 
     Raises:
-        StateError: PostgreSQL cannot be used, has another schema version, or another aggregator holds a lock.
+        ConfigError: the state directory has another signing key than the fleet, or lacks its blobs.
+        StateError: PostgreSQL cannot be used, has another schema version, or the state directory is locked.
     """
 
     _program = "protofleet aggregator"
 
-    def __init__(
-        self, url: str, *, fleet: str, lock: FolderLock, standby: Callable[[str], None] | None = None
-    ) -> None:
-        if not lock.take():
+    def __init__(self, url: str, *, fleet: str, folder: Path) -> None:
+        self._folder_lock = FolderLock(folder)
+        if not self._folder_lock.take():
             raise StateError("`aggregator run` already runs on this --state: stop it, or use another")
-        self._folder_lock, self._standby = lock, standby
+        self._fleet = fleet
+        self._standby = Standby(folder, self._could_lead)
         self._term = 0
         self._lost = ""
         self._key: tuple[int, str] | None = None
@@ -77,23 +87,16 @@ class LeadingDatabase(PostgresDatabase):
         """Held during a heartbeat, which may run within a transaction of another thread."""
         self._stop = threading.Event()
         self._heartbeat: threading.Thread | None = None
-        super().__init__(url, fleet=fleet)
+        super().__init__(url, fleet=fleet, folder=folder)
+        try:
+            self.check_folder()
+        except BaseException:
+            self.close()
+            raise
 
-    def leads(self) -> bool:
+    def may_connect(self) -> bool:
         """Return True if PostgreSQL has answered so recently that no other aggregator can lead yet."""
         return self._session is not None and elapsed_s() < self._answered_s + LEASE_S
-
-    def check_lead(self) -> None:
-        """Ask PostgreSQL whether this program still leads.
-
-        Raises:
-            NotLeader: another aggregator leads, and this program can write nothing more.
-            StateError: PostgreSQL cannot be reached.
-        """
-        self._check_lost()
-        self.read(READ_CHANGES)  # on a lost connection it takes the lock again
-        if not self.leads():
-            self._beat()
 
     def close(self) -> None:
         """Close the connection, which ends the fleet's lock, and release the state directory's."""
@@ -128,7 +131,7 @@ class LeadingDatabase(PostgresDatabase):
     def _take_lock(self) -> None:
         """Take the fleet's lock on a new connection; wait while another aggregator has it.
 
-        Raises NotLeader if this program has led before, and StateError if there is no `standby`.
+        Raises NotLeader if this program has led before.
         """
         deadline_s = time.monotonic() + LOCK_S
         while not self._cell("SELECT pg_try_advisory_lock(%s)", self._lock_number):
@@ -141,14 +144,26 @@ class LeadingDatabase(PostgresDatabase):
             elif self._term:
                 # This program's own earlier session, whose end PostgreSQL has not noticed.
                 self._end(holder)
-            elif self._standby is not None:
-                self._standby(holder.host)
+            else:
+                self._standby.wait(holder.host)
                 pause_s = self._end_if_silent(holder)
-            if (self._term or self._standby is None) and time.monotonic() > deadline_s:
+            if self._term and time.monotonic() > deadline_s:
                 raise StateError(
-                    f"`aggregator run` already runs on {self.path}: stop it, or use another --store"
+                    f"cannot use {self.path}: PostgreSQL does not end this program's earlier session"
                 )
             time.sleep(pause_s)
+
+    def _could_lead(self) -> bool:
+        """Check the state directory, as `Standby` says."""
+        with (
+            contextlib.suppress(StateError),
+            contextlib.closing(
+                PostgresDatabase(self._url, fleet=self._fleet, folder=self._folder, read_only=True)
+            ) as tables,
+        ):
+            tables.check_folder()
+            return True
+        return False
 
     def _end_if_silent(self, holder: Holder) -> float:
         """End the session of a leader that gives no sign of life; return the seconds before the next attempt."""
@@ -167,6 +182,7 @@ class LeadingDatabase(PostgresDatabase):
         sent_s = elapsed_s()
         if not self._term:
             self._term = self._next_term()
+            event(log, logging.INFO, "this aggregator leads the fleet now", term=self._term)
         elif self._stored_term() != self._term:
             raise self._replaced("")
         holder = self._holder()

@@ -12,14 +12,19 @@ import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import psycopg
 
+from aggregator.cluster.dialect import postgresql_script, postgresql_statement
+from aggregator.cluster.errors import NoAnswer, NotLeader
+from aggregator.cluster.state_folder import check_state_folder
 from aggregator.storage import schema
-from protocol.errors import NoAnswer, NoStateError, NotLeader, StateError
-from protocol.storage.elapsed_clock import machine_time
+from protocol.errors import NoStateError, StateError
+from protocol.storage.elapsed_clock import ElapsedClock, machine_time
+from protocol.storage.facts import Facts
 
 Value = TypeVar("Value")
 
@@ -104,20 +109,18 @@ class PostgresDatabase:
     Args:
         url: `postgresql://[USER@]HOST[:PORT]/DATABASE`, without a password: libpq reads PGPASSWORD and `~/.pgpass`.
         fleet: the fleet's name.
+        folder: the program's state directory.
         read_only: write nothing, and do not create the schema.
 
     Raises:
         StateError: PostgreSQL cannot be used, or has another schema version.
     """
 
-    is_shared = True
-    """True if aggregators on other machines can use the same tables."""
-
     _program = "protofleet"
     """PostgreSQL shows it to administrators."""
 
-    def __init__(self, url: str, *, fleet: str, read_only: bool = False) -> None:
-        self._url, self._read_only = url, read_only
+    def __init__(self, url: str, *, fleet: str, folder: Path, read_only: bool = False) -> None:
+        self._url, self._folder, self._read_only = url, folder, read_only
         self._schema = schema_name(fleet)
         self._quoted = quoted(self._schema)
         self.path = f"{url}#{self._schema}"
@@ -270,15 +273,17 @@ class PostgresDatabase:
             holder = self._holder()
         return "" if holder is None else holder.host
 
-    def leads(self) -> bool:
-        """Return False if another aggregator may have taken the fleet's lead from this program."""
+    def may_connect(self) -> bool:
         return True
 
-    def check_lead(self) -> None:
-        """Raise NotLeader if another aggregator has taken the lead, and StateError if that cannot be found out."""
+    def check_folder(self) -> None:
+        check_state_folder(self._folder, Facts(self))
 
-    def machine_time(self) -> tuple[str, float]:
-        """Return the seconds of the database's clock, for `ElapsedClock`, which all machines agree on.
+    def clock(self, facts: Facts) -> ElapsedClock:
+        return ElapsedClock(facts, read_only=self._read_only, machine=self._server_time)
+
+    def _server_time(self) -> tuple[str, float]:
+        """Return the seconds of the database's clock, which all machines agree on.
 
         It is read once; from then on this machine's clock adds the seconds that pass, and nothing sets it back.
         """
@@ -324,9 +329,7 @@ class PostgresDatabase:
 
     def _execute_once(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
         with self._connection():
-            cursor = self._db.execute(
-                schema.postgresql_statement(sql), [_storable(each) for each in values] or None
-            )
+            cursor = self._db.execute(postgresql_statement(sql), [_storable(each) for each in values] or None)
             return cursor.fetchall() if cursor.description else []
 
     def _holder(self) -> Holder | None:
@@ -362,7 +365,7 @@ class PostgresDatabase:
                     self._db.execute(f"CREATE SCHEMA {self._quoted}")
                 self._db.execute(_CHANGES)
             for script in schema.MIGRATIONS[max(version, 0) :]:
-                self._db.execute(schema.postgresql_script(script))
+                self._db.execute(postgresql_script(script))
             self._db.execute("UPDATE changes SET version = GREATEST(version, %s)", [expected])
 
     def _check_version(self) -> None:
@@ -401,7 +404,8 @@ class PostgresDatabase:
                 if "no password supplied" in text
                 else ""
             )
-            kind = NoAnswer if isinstance(error, psycopg.OperationalError) and _may_pass(text) else StateError
+            is_outage = isinstance(error, psycopg.OperationalError) and _may_pass(text)
+            kind = NoAnswer if is_outage or is_replaced else StateError
             raise kind(f"cannot use {self.path}: {text}{todo}") from error
 
 
@@ -430,8 +434,10 @@ class Connection(psycopg.Connection[Any]):
 
 def _may_pass(reason: str) -> bool:
     """Return True if a connection may succeed later: its failure is no answer such as a wrong password."""
-    is_busy = any(text in reason for text in ("the database system is", "too many", "connection slots"))
-    return is_busy or not ("FATAL:" in reason or "no password supplied" in reason)
+    passing = ("the database system is", "too many", "connection slots", "terminating connection")
+    return any(text in reason for text in passing) or not (
+        "FATAL:" in reason or "no password supplied" in reason
+    )
 
 
 def _storable(value: Any) -> Any:

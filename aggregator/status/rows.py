@@ -1,0 +1,92 @@
+"""The rows that a status is made from."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from aggregator.algorithms.algorithm import RoundAlgorithm
+from aggregator.algorithms.registry import find_algorithm
+from aggregator.coordination import rollout_state, round_state
+from aggregator.heads import operator_commands
+from aggregator.heads.head_rate import limited_until_s
+from aggregator.storage.devices import DeviceRecord, Key
+from aggregator.storage.heads import HeadRecord
+from aggregator.storage.store import Store
+from aggregator.storage.stored_values import NextHead, ServedTask
+from aggregator.storage.submissions import SubmissionRecord
+from protocol.errors import ConfigError
+from protocol.wire.messages import Evaluation
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a fleet and of the task that is served, and what several parts of a status derive from them."""
+
+    store: Store
+    served: ServedTask
+    is_running: bool
+    submissions: Mapping[str, SubmissionRecord]
+    """By device."""
+    collection: round_state.State
+    devices: Mapping[str, DeviceRecord]
+    keys: Mapping[str, Key]
+    """By device."""
+    heads: Sequence[HeadRecord]
+    """Oldest first."""
+    next_head: NextHead
+    rollout: rollout_state.State
+    requested: int | None
+    """The head that pending commands will make current."""
+    rate_limited_until_s: float | None
+    """The time (unix seconds) of the next training if too many were started lately."""
+    evaluations: Mapping[int, Mapping[str, Evaluation]]
+    """Of the current head, of the candidate and of those that devices use: by version, then by device."""
+    covered: frozenset[int]
+    """Classes that have prototypes."""
+    is_personal: bool
+    """Each device has a head of its own."""
+
+    def evaluations_of(self, version: int) -> Mapping[str, Evaluation]:
+        """Return the evaluations of a head, which are read again if the head is in no use."""
+        kept = self.evaluations.get(version)
+        return kept if kept is not None else self.store.evaluations.of_head(self.served.digest, version)
+
+
+def read_rows(store: Store) -> Rows:
+    """Read the rows; raises StateError if no aggregator has run on this state yet."""
+    served = store.served_task()
+    task = served.digest
+    heads, rollout = store.heads.all(task), store.heads.rollout(task)
+    submissions = store.submissions.all(task)
+    devices = {record.device: record for record in store.devices.all()}
+    in_use = {rollout.current, rollout.trial.version if rollout.trial else 0}
+    in_use |= {record.info.head_version for record in devices.values() if record.info is not None}
+    return Rows(
+        store,
+        served,
+        is_running=store.database.is_locked(),
+        submissions=submissions,
+        collection=store.round_state(task),
+        devices=devices,
+        keys=store.keys.all(),
+        heads=heads,
+        next_head=store.next_head(task, heads[-1].version + 1 if heads else 1),
+        rollout=rollout,
+        requested=operator_commands.commanded_version(store, task),
+        rate_limited_until_s=limited_until_s(store, task, served.limits),
+        evaluations={
+            head.version: store.evaluations.of_head(task, head.version)
+            for head in heads
+            if head.version in in_use
+        },
+        covered=frozenset(label for record in submissions.values() for label in record.per_class),
+        is_personal=_is_personal(served.algorithm),
+    )
+
+
+def _is_personal(algorithm: str) -> bool:
+    """Return False, too, if the algorithm is no longer installed."""
+    try:
+        kind = find_algorithm(algorithm)
+    except ConfigError:
+        return False
+    return issubclass(kind, RoundAlgorithm) and bool(kind.persistent)
