@@ -10,7 +10,6 @@ _TYPES = (
     (r"\bBLOB\b", "BYTEA"),
     (r"\bTEXT\b", 'TEXT COLLATE "C"'),
     (r"\) STRICT\b", ")"),
-    (r"json_extract\((\w+), '\$\.(\w+)'\)", r"(\1::json ->> '\2')::bigint"),
 )
 """PostgreSQL's words for SQLite's. Texts are sorted by their bytes, as SQLite sorts them."""
 

@@ -348,7 +348,7 @@ class PostgresDatabase:
         `is_locked` tells whether this program holds the fleet's lock. Raises StateError if an aggregator of another
         version runs.
         """
-        expected = len(schema.MIGRATIONS)
+        expected = schema.newest_version()
         if self._version() >= expected:
             return
         with self._db.transaction():
@@ -359,18 +359,23 @@ class PostgresDatabase:
                     f"{self._schema} has schema version {version}, expected {expected}, and `aggregator run` "
                     "of an older protofleet runs on it: stop it, and start it with this version"
                 )
+            if 0 <= version <= schema.BASE_VERSION:
+                raise StateError(
+                    f"{self._schema} has schema version {version}, of an earlier protofleet, which this one cannot "
+                    "use: drop the schema, or use that protofleet"
+                )
             if version < 0:
                 # It may be there, made for a role that may not create any.
                 if self._cell("SELECT to_regnamespace(%s)", self._quoted) is None:
                     self._db.execute(f"CREATE SCHEMA {self._quoted}")
                 self._db.execute(_CHANGES)
-            for script in schema.MIGRATIONS[max(version, 0) :]:
+            for script in schema.MIGRATIONS[max(version - schema.BASE_VERSION, 0) :]:
                 self._db.execute(postgresql_script(script))
             self._db.execute("UPDATE changes SET version = GREATEST(version, %s)", [expected])
 
     def _check_version(self) -> None:
         """Raise StateError unless the schema is there, in this version."""
-        version, expected = self._version(), len(schema.MIGRATIONS)
+        version, expected = self._version(), schema.newest_version()
         if version < 0:
             raise NoStateError(
                 f"no aggregator state in {self._schema} of this database: start `aggregator run` first, or give the "

@@ -117,9 +117,9 @@ def step(state: State, event: Event, *, settings: Settings) -> Step:
             return _calibrated(added, event) if event.calibrates else _added(added, event.now_s, settings)
         case Ticked() if state.trial is not None:
             return _ticked(state, state.trial, event, settings)
-        case Evaluated(device=device, version=version, result=result):
+        case Evaluated(version=version, answers=answers):
             if state.trial is not None and state.trial.version == version:
-                trial = replace(state.trial, answers={**state.trial.answers, device: result})
+                trial = replace(state.trial, answers={**state.trial.answers, **answers})
                 return _decide(replace(state, trial=trial), trial, settings)
         case FailuresReported(version=version) if version == state.current and state.is_watched:
             return _failures_reported(state, event, settings)

@@ -46,6 +46,7 @@ class Trial:
     rank_limit: int = 0
     """Devices with a rank below this evaluate it."""
     answers: Mapping[str, CanaryResult] = field(default_factory=dict)
+    """The evaluations of all devices, canaries or not."""
 
     @property
     def awaited(self) -> tuple[str, ...]:
@@ -135,11 +136,10 @@ class Ticked:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A device has evaluated a head."""
+    """Devices have evaluated a head."""
 
-    device: str
     version: int
-    result: CanaryResult
+    answers: Mapping[str, CanaryResult]
 
 
 @dataclass(frozen=True)

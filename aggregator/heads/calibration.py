@@ -4,22 +4,17 @@ A head is calibrated at most once, and a calibrated one never: this follows from
 a kill at any point changes nothing.
 """
 
-import time
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
-from aggregator.coordination.round_state import DeviceDecisions
-from aggregator.heads.next_head import folder_of
 from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task
-from aggregator.training.jobs import HEAD_FILE, BlobJob, CalibrationJob, Result
+from aggregator.training.jobs import CalibrationJob
 from aggregator.training.robust.weights import counted_totals
-from protocol.errors import StateError
 from protocol.wire.messages import CONFIDENCE_BINS, Evaluation
 
 MIN_IMAGES = 50
@@ -40,9 +35,9 @@ class Calibration:
         self._store = store
         self._version, self._next_s = 0, 0.0
 
-    def job(self, head: HeadRecord | None, decisions: DeviceDecisions) -> CalibrationJob | None:
+    def job(self, head: HeadRecord) -> CalibrationJob | None:
         """Return the job that makes the calibrated version of the newest head; None if it is not due."""
-        if head is None or not self._task.calibrates or CALIBRATED_FROM in head.metrics:
+        if not self._task.calibrates or CALIBRATED_FROM in head.metrics:
             return None
         now_s = self._store.clock.now_s()
         if head.version != self._version:
@@ -50,7 +45,8 @@ class Calibration:
         if now_s < self._next_s or self._is_unused(head):
             return None
         self._next_s = now_s + POLL_S
-        members = set(filter(decisions.counts, head.members))
+        counts = self._store.decisions(self._task.digest).counts
+        members = set(filter(counts, self._store.members(head).keys() - head.quarantined.keys()))
         if not self._has_evaluations(members, now_s):
             return None
         evaluations = self._store.evaluations.of_head(self._task.digest, head.version)
@@ -63,6 +59,7 @@ class Calibration:
             return None
         return CalibrationJob(
             version=head.version + 1,
+            attempt=1,
             task=self._task.digest.hex(),
             feature_size=self._task.feature_size,
             head=head.file.hex(),
@@ -76,8 +73,7 @@ class Calibration:
 
     def _is_unused(self, head: HeadRecord) -> bool:
         """Return True if another head is current, or the next one is made without a forgotten device."""
-        rollout = self._store.heads.rollout(self._task.digest)
-        return rollout.current != head.version or rollout.forgotten >= head.version
+        return head.state != "current" or self._store.forgotten.newest_head(self._task.digest) >= head.version
 
     def _has_evaluations(self, members: set[str], now_s: float) -> bool:
         """Return True if all devices of the head have evaluated it, or half of them when the deadline has passed.
@@ -118,27 +114,3 @@ def pooled(
     factors = counted_totals(totals, multiple=multiple) / totals[:, 0]
     correct, images, novelty = (parts * factors[:, None, None]).sum(axis=0)
     return correct, images, novelty
-
-
-def store_calibrated(task: Task, store: Store, job: BlobJob, result: Result) -> HeadRecord:
-    """Store the calibrated version of the newest head.
-
-    Raises StateError if it cannot be stored, or that head is not the newest any more or of a forgotten device.
-    """
-    file = store.put_file(folder_of(store, job) / HEAD_FILE)
-    with store.transaction():
-        newest = next(reversed(store.heads.all(task.digest)), None)
-        is_forgotten = store.forgotten.newest_head(task.digest) >= job.version - 1
-        if newest is None or newest.version != job.version - 1 or is_forgotten:
-            raise StateError(f"head {job.version - 1} was replaced")
-        head = replace(
-            newest,
-            version=job.version,
-            digest=file.digest,
-            size_bytes=file.size_bytes,
-            file=file.digest,
-            trained_s=time.time(),
-            metrics={**newest.metrics, **result.metrics},
-        )
-        store.heads.add(head)
-    return head

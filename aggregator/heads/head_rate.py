@@ -1,12 +1,13 @@
-"""The rate of trainings, `limits.heads_per_hour`: however often devices upload, heads are made no faster."""
+"""The rate of trainings, `limits.heads_per_hour`: however often devices upload, heads are made no faster.
+
+Counted are the heads that are stored, by the last training of each; calibrations are none. A training that has failed
+is repeated whatever the rate.
+"""
 
 import logging
 
 from aggregator.config.schema import Limits
-from aggregator.rates import TokenBuckets
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import TrainingTokens
-from aggregator.tasks.task_preparation import Task
 from protocol.log import event
 
 log = logging.getLogger(__name__)
@@ -14,44 +15,27 @@ log = logging.getLogger(__name__)
 HOUR_S = 3600.0
 
 
-class HeadRate:
-    """A bucket with a token for each training of a task without rounds; restarts do not fill it."""
+def wait_s(store: Store, task: bytes, limits: Limits) -> float:
+    """Return the seconds until the next head may be planned; 0 if it may be now.
 
-    def __init__(self, task: Task, store: Store) -> None:
-        self._store = store
-        self._task = task.digest
-        self._is_unlimited = task.file.settings.rounds is not None
-        self._tokens = _tokens(store, task.file.limits)
+    As many heads may be made at once as in an hour; then one from time to time.
+    """
+    left, before_s, pause_s = float(limits.heads_per_hour), 0.0, HOUR_S / limits.heads_per_hour
+    for started_s in store.heads.starts_s(task):
+        left = min(left + (started_s - before_s) / pause_s, limits.heads_per_hour) - 1
+        before_s = started_s
+    left += (store.clock.now_s() - before_s) / pause_s
+    return max(0.0, (1 - left) * pause_s)
 
-    def count(self) -> bool:
-        """Count a training that starts now; returns False if no other may start for now. Raises StateError."""
-        now_s = self._store.clock.now_s()
-        if self._is_unlimited:
-            return True
-        if self._tokens.take(self._task, now_s=now_s) and (left := self._tokens.left(self._task)):
-            self._store.facts.put(TrainingTokens(self._task, *left))
-        wait_s = self._tokens.wait_s(self._task, now_s=now_s)
-        if wait_s:
-            limit = "limits.heads_per_hour reached: raise it if the fleet needs more heads"
-            event(log, logging.WARNING, limit, next_training_in_s=wait_s)
-        return not wait_s
 
-    def may_train(self) -> bool:
-        """Return True if another training may start now."""
-        return self._is_unlimited or not self._tokens.wait_s(self._task, now_s=self._store.clock.now_s())
+def log_limit(store: Store, task: bytes, limits: Limits) -> None:
+    """Log that the limit is reached, if it is."""
+    if left_s := wait_s(store, task, limits):
+        limit = "limits.heads_per_hour reached: raise it if the fleet needs more heads"
+        event(log, logging.WARNING, limit, next_training_in_s=left_s)
 
 
 def limited_until_s(store: Store, task: bytes, limits: Limits) -> float | None:
     """Return the time (unix seconds) of the next training if `limits.heads_per_hour` is reached, else None."""
-    now_s = store.clock.now_s()
-    wait_s = _tokens(store, limits).wait_s(task, now_s=now_s)
-    return store.clock.unix_s(now_s + wait_s) if wait_s else None
-
-
-def _tokens(store: Store, limits: Limits) -> TokenBuckets[bytes]:
-    stored = store.facts.get(TrainingTokens)
-    return TokenBuckets(
-        capacity=limits.heads_per_hour,
-        per_s=limits.heads_per_hour / HOUR_S,
-        left={stored.task: (stored.left, stored.at_s)} if stored is not None else {},
-    )
+    left_s = wait_s(store, task, limits)
+    return store.clock.unix_s(store.clock.now_s() + left_s) if left_s else None

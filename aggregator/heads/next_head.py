@@ -1,19 +1,18 @@
-"""The training of the next head, as it is stored: a restart repeats it, and knows how often it has failed."""
+"""The next head: the job that makes it, and what is stored of its result."""
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
-from aggregator.coordination import round_state, rounds
+from aggregator.coordination.round_state import Settings, is_over
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.heads import ADAPTER_MISSING, CALIBRATED_FROM, NO_PYTORCH, HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import NextHead
 from aggregator.storage.sum_lists import SumLists, put_sums, sums_of, with_total
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import (
@@ -27,9 +26,10 @@ from aggregator.training.jobs import (
     RoundJob,
     StatisticsJob,
 )
-from protocol.errors import StateError
 from protocol.log import event
 from protocol.wire.messages import BlobRef
+
+log = logging.getLogger(__name__)
 
 
 def _noisy_sums_job(shared: Mapping[str, Any], lists: SumLists) -> NoisySumsJob:
@@ -40,53 +40,20 @@ def _noisy_sums_job(shared: Mapping[str, Any], lists: SumLists) -> NoisySumsJob:
     return NoisySumsJob(**{**shared, **masked}, devices=lists.summed)
 
 
-def put_started(store: Store, head: NextHead, members: Mapping[str, round_state.Entry]) -> None:
-    store.facts.put(replace(head, members=dict(members), is_running=True, progress=None))
-
-
-def put_stopped(store: Store) -> None:
-    """Store that a running training was stopped, which is no failure."""
-    if (head := store.facts.get(NextHead)) is not None:
-        store.facts.put(replace(head, is_running=False, progress=None))
-
-
-def put_failure(
-    store: Store, task: bytes, state: round_state.State, members: Mapping[str, round_state.Entry], reason: str
-) -> None:
-    """Store for `status` and the next start that a training of these submissions has failed."""
-    store.facts.put(
-        NextHead(
-            task,
-            state.head_version + 1,
-            members=dict(members),
-            failures=state.failures,
-            reason=reason,
-            failed_s=time.time(),
-            retry_s=state.retry_s,
-        )
-    )
-
-
-def delete_members(store: Store, devices: Collection[str]) -> None:
-    """Delete the members of the next head if one of the devices is among them: it is made of others."""
-    head = store.facts.get(NextHead)
-    if head is not None and not head.members.keys().isdisjoint(devices):
-        store.facts.put(replace(head, members={}, is_running=False, progress=None))
-
-
 def folder_of(store: Store, job: BlobJob) -> Path:
     """Return the folder in which a job is run, and leaves its files."""
     return store.folder / "training" / job.name
 
 
 def job_of(
-    train: rounds.Train, task: Task, store: Store, state: round_state.State, *, tensors: BlobRef | None
+    plan: HeadRecord, members: Mapping[str, bytes], task: Task, store: Store, *, tensors: BlobRef | None
 ) -> HeadJob | StatisticsJob | NoisySumsJob | RoundJob:
-    """Return the job that makes a head; `tensors` are those of the open round."""
+    """Return the job that makes a planned head of these submissions; `tensors` are those of the open round."""
     shared: dict[str, Any] = {
-        "version": train.version,
+        "version": plan.version,
+        "attempt": plan.attempt,
         "task": task.digest.hex(),
-        "members": {device: entry.digest.hex() for device, entry in train.members},
+        "members": {device: digest.hex() for device, digest in members.items()},
         "feature_size": task.feature_size,
     }
     if tensors is not None:
@@ -98,7 +65,7 @@ def job_of(
             tensors=tensors.digest.hex(),
         )
     shared |= {
-        "released": tuple(sorted(state.decisions.released)),
+        "released": tuple(sorted(store.decisions(task.digest).released)),
         "robust": task.file.robust,
         "has_novelty": task.calibrates,
     }
@@ -121,69 +88,84 @@ def job_of(
     )
 
 
-log = logging.getLogger(__name__)
+def is_running(store: Store, plan: HeadRecord) -> bool:
+    """Return True if this training of a head counts: no command has ended it."""
+    stored = store.heads.planned(plan.task)
+    if stored is None or stored.state != "training":
+        return False
+    return (stored.version, stored.attempt) == (plan.version, plan.attempt)
 
 
-def store_head(
-    task: Task,
-    store: Store,
-    job: BlobJob,
-    result: Result,
-    members: Mapping[str, round_state.Entry],
-) -> HeadRecord:
-    """Store the head that a job has made of `members`, and update the quarantine.
+def store_head(task: Task, store: Store, plan: HeadRecord, job: BlobJob, result: Result) -> HeadRecord | None:
+    """Store the head that a training has made, and update the quarantine; return None if a command has ended it.
 
-    Raises StateError if it cannot be stored, or a member's submission was deleted meanwhile.
+    Raises StateError if it cannot be stored.
     """
-    digests = {device: entry.digest.hex() for device, entry in members.items()}
-    folder, program = folder_of(store, job), task.manifest.program
-    file = store.put_file(folder / HEAD_FILE)
-    tensors = total = None
-    if TENSORS_FILE in job.files:
-        tensors = store.put_file(folder / TENSORS_FILE, name=f"tensors-{job.version}")
-    if TOTAL_FILE in job.files:
-        total = store.put_file(folder / TOTAL_FILE)
-    head = file if program is None else program.head
-    record = HeadRecord(
-        version=job.version,
-        task=task.digest,
-        digest=head.digest,
-        size_bytes=head.size_bytes,
-        trained_s=time.time(),
-        prototypes=result.prototypes,
-        members={device: digest for device, digest in digests.items() if device not in result.quarantined},
-        metrics={
-            **result.metrics,
-            "images": result.counting.images,
-            "counted_images": result.counting.counted,
-        },
-        tensors=tensors,
-        file=file.digest,
-        quarantined={device: digest for device, digest in digests.items() if device in result.quarantined},
-        warning=result.warning,
-        limited=tuple(" ".join(filter(None, each)) for each in result.counting.limited),
-    )
+    head = _made(task, store, plan, job, result)
+    members = () if job.is_calibration else store.members(plan)
+    total = store.put_file(folder_of(store, job) / TOTAL_FILE) if TOTAL_FILE in job.files else None
     with store.transaction():
+        if not is_running(store, plan):
+            return None
         if total is not None:
             put_sums(store.facts, with_total(sums_of(store.facts, task.digest), total.digest))
-        if not store.next_head(record.task, record.version).members:
-            raise StateError(f"a submission that head {record.version} is made of was deleted")
-        store.heads.add(record)
-        store.facts.delete(NextHead)
-        update_quarantine(store, record, result)
+        before = store.heads.newest(task.digest)
+        if before is not None and before.quarantined:  # only the newest head's are needed
+            store.heads.put(replace(before, quarantined={}))
+        store.heads.put(head)
+        update_quarantine(store, head, members, result)
+    _log_warnings(head, result)
+    return head
+
+
+def _made(task: Task, store: Store, plan: HeadRecord, job: BlobJob, result: Result) -> HeadRecord:
+    """Return the head that a training has made, and store its files."""
+    folder, program = folder_of(store, job), task.manifest.program
+    file = store.put_file(folder / HEAD_FILE)
+    published = file if program is None else program.head
+    head = replace(
+        plan,
+        state="made",
+        progress=None,
+        failures=0,
+        problem="",
+        digest=published.digest,
+        size_bytes=published.size_bytes,
+        trained_s=time.time(),
+        metrics={**plan.metrics, **result.metrics},
+        file=file.digest,
+    )
+    if job.is_calibration:
+        return head
+    members = store.members(plan)
+    quarantined = {device: members[device].hex() for device in members if device in result.quarantined}
+    tensors = None
+    if TENSORS_FILE in job.files:
+        tensors = store.put_file(folder / TENSORS_FILE, name=f"tensors-{job.version}")
+    counting = result.counting
+    return replace(
+        head,
+        devices=len(members) - len(quarantined),
+        prototypes=result.prototypes,
+        metrics={**head.metrics, "images": counting.images, "counted_images": counting.counted},
+        tensors=tensors,
+        quarantined=quarantined,
+        warning=result.warning,
+        limited=tuple(" ".join(filter(None, each)) for each in counting.limited),
+    )
+
+
+def _log_warnings(head: HeadRecord, result: Result) -> None:
     if result.few_prototypes:
         few = ", ".join(f"{name} {number}" for name, number in result.few_prototypes.items())
-        event(log, logging.WARNING, "few prototypes: add images or devices", head=job.version, classes=few)
-    if ADAPTER_MISSING in record.metrics:
-        event(log, logging.INFO, "the adapter was not tried", head=job.version, reason=NO_PYTORCH)
-    if record.limited:
-        event(log, logging.INFO, "images limited", head=job.version, limits="; ".join(record.limited))
-    return record
+        event(log, logging.WARNING, "few prototypes: add images or devices", head=head.version, classes=few)
+    if ADAPTER_MISSING in result.metrics:
+        event(log, logging.INFO, "the adapter was not tried", head=head.version, reason=NO_PYTORCH)
+    if result.counting.limited:
+        event(log, logging.INFO, "images limited", head=head.version, limits="; ".join(head.limited))
 
 
-def log_head(
-    head: HeadRecord, state: round_state.State, settings: round_state.Settings, *, counts_images: bool = False
-) -> None:
+def log_head(head: HeadRecord, settings: Settings, *, counts_images: bool = False) -> None:
     metrics, total = head.metrics, settings.rounds
     if before := metrics.get(CALIBRATED_FROM):
         images = round(metrics["calibration_images"])
@@ -191,7 +173,7 @@ def log_head(
             log, logging.INFO, "head calibrated", version=head.version, of=int(before), held_out_images=images
         )
         return
-    made: dict[str, object] = {"devices": len(head.members)}
+    made: dict[str, object] = {"devices": head.devices}
     made |= {} if counts_images else {"prototypes": head.prototypes}
     made |= {
         "seconds": metrics["seconds"],
@@ -205,17 +187,17 @@ def log_head(
     carried, classes = int(metrics["carried"]), int(metrics["classes"])
     figures = {**made, "carried": carried, "classes": classes, "head": head.version}
     event(log, logging.INFO, "round closed", round=head.version - 1, rounds=total, **figures)
-    if round_state.is_over(state.head_version, settings):
+    if is_over(head.version, settings):
         event(log, logging.INFO, "last round closed", rounds=total, head=head.version)
 
 
-def update_quarantine(store: Store, head: HeadRecord, result: Result) -> None:
+def update_quarantine(store: Store, head: HeadRecord, members: Iterable[str], result: Result) -> None:
     """Quarantine the devices that a training excluded, and end the quarantine of those that it did not.
 
     A device that was released meanwhile stays released, and a revoked one stays quarantined.
     """
     known = store.quarantine.all(head.task)
-    for device in sorted({**head.members, **head.quarantined}):
+    for device in sorted(members):
         entry = known.get(device)
         if entry is not None and (entry.released_s is not None or entry.reason == REVOKED):
             continue

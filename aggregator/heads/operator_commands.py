@@ -1,5 +1,6 @@
 """An operator's commands: checked at once, left in the store, carried out by the aggregator."""
 
+import contextlib
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -8,13 +9,12 @@ from msgspec import structs
 
 from aggregator.coordination.canary_rollout import commanded, named_head
 from aggregator.coordination.rollout_state import CommandKind, HeadCommand, RefuseCommand, State
-from aggregator.heads.next_head import delete_members
 from aggregator.storage.devices import REVOKED, ForgottenDevice
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import NextHead, ServedTask
+from aggregator.storage.stored_values import ServedTask
 from aggregator.storage.sum_lists import devices_of, put_sums, sums_of_tasks
-from protocol.errors import ConfigError
+from protocol.errors import BlobLost, ConfigError
 
 OUTCOME_TIMEOUT_S = 10.0
 """Seconds to wait for a running aggregator."""
@@ -84,7 +84,9 @@ def release(store: Store, device: str) -> str:
         return f"{device} is already released"
     if entry.reason == REVOKED:
         raise ConfigError(f"{device} is revoked: enroll it again with `aggregator enroll --renew`")
-    store.quarantine.release(task, device, now_s=time.time())
+    with store.transaction():
+        store.quarantine.release(task, device, now_s=time.time())
+        store.submissions.count_again(device)
     when = "" if store.database.is_locked() else " after the start of the aggregator"
     return f"released {device}: the next head{when} includes it"
 
@@ -114,7 +116,7 @@ def forget(store: Store, device: str) -> list[str]:
             )
         summed = {each.task for each in lists if device in each.devices}
         for task in digests.keys() - summed:  # a head of opened sums cannot be made again
-            head = _newest_with(device, newest.get(task))
+            head = _newest_with(store, device, newest.get(task))
             store.forgotten.put(task, ForgottenDevice(device, head, time.time()))
         for each in lists:
             if each.pending is not None and device in each.pending.members:
@@ -123,7 +125,9 @@ def forget(store: Store, device: str) -> list[str]:
         store.evaluations.delete_device(device)
         store.devices.delete_info(device)
         store.quarantine.delete_findings(device)
-        delete_members(store, [device])
+        for planned in store.heads.all_planned():
+            if _is_of(store, planned, device):
+                store.heads.delete(planned.task, planned.version)
     with store.transaction():  # no other device submits the same meanwhile
         every = {digest for of_task in digests.values() for digest in of_task}
         store.blobs.delete([digest for digest in every if not store.submissions.has_digest(digest)])
@@ -138,23 +142,29 @@ def _digests(store: Store, device: str, newest: Iterable[HeadRecord]) -> Mapping
     found: dict[bytes, set[bytes]] = {}
     for task, digest in store.submissions.of_device(device):
         found.setdefault(task, set()).add(digest)
-    pending = store.facts.get(NextHead)
-    if pending is not None and device in pending.members:
-        found.setdefault(pending.task, set()).add(pending.members[device].digest)
-    for head in newest:
-        if member := {**head.members, **head.quarantined}.get(device):
-            found.setdefault(head.task, set()).add(bytes.fromhex(member))
+    for head in (*store.heads.all_planned(), *newest):
+        with contextlib.suppress(BlobLost):
+            if (of_head := store.members(head).get(device)) is not None:
+                found.setdefault(head.task, set()).add(of_head)
     return found
 
 
-def _newest_with(device: str, newest: HeadRecord | None) -> int:
+def _newest_with(store: Store, device: str, newest: HeadRecord | None) -> int:
     """Return the newest head that may have learned from a device; 0 with rounds, which cannot do without it.
 
     Of older heads than the newest, the members are not stored.
     """
     if newest is None or newest.tensors is not None:
         return 0
-    return newest.version if device in {**newest.members, **newest.quarantined} else newest.version - 1
+    return newest.version if _is_of(store, newest, device) else newest.version - 1
+
+
+def _is_of(store: Store, head: HeadRecord, device: str) -> bool:
+    """Return True if a head is of a device's submission, or may be, since it is lost of which it is."""
+    try:
+        return device in store.members(head)
+    except BlobLost:
+        return True
 
 
 def _consequences(store: Store, device: str, newest: Mapping[bytes, HeadRecord]) -> list[str]:
@@ -165,7 +175,7 @@ def _consequences(store: Store, device: str, newest: Mapping[bytes, HeadRecord])
                 "closed rounds have learned from it, and later ones learn from those: only a new task, with another "
                 "`seed` under [client], does not"
             )
-        elif device in {**head.members, **head.quarantined}:
+        elif _is_of(store, head, device):
             when = "now" if store.database.is_locked() else "when the aggregator is started"
             if not store.submissions.all(served.digest):
                 when = "once another device submits"

@@ -2,13 +2,12 @@
 
 import logging
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from aggregator.coordination import canary_rollout, rollout_state
-from aggregator.coordination.canary_comparison import CanaryResult
 from aggregator.coordination.rollout_state import retained_heads, without_forgotten
 from aggregator.graphs.fused_model import fuse
+from aggregator.heads.head_rate import HOUR_S
 from aggregator.heads.operator_commands import with_heads
 from aggregator.notices import HeadActivated, HeadRejected
 from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
@@ -19,157 +18,127 @@ from aggregator.tasks.task_preparation import Task
 from protocol.errors import BackboneMismatch, BlobLost, StateError
 from protocol.log import event, notify
 from protocol.storage.blobstore import file_digest, state_errors, write_atomically
-from protocol.wire.messages import Evaluation, HeadManifest
+from protocol.wire.messages import HeadManifest
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
-"""Seconds between queries for commands and online devices."""
+"""Seconds between two decisions."""
 
 READ_S = 15.0
 """Seconds between attempts to read a head's files, while the object store or the disk fails."""
 
 
 class Rollout:
-    """Which head of a task the fleet uses."""
+    """Which head of a task the fleet uses: the heads' rows say so, and this changes them."""
 
     def __init__(self, task: Task, store: Store) -> None:
         self._task = task
         self._store = store
         self._settings = task.file.rollout
-        self._state = store.heads.rollout(task.digest)
         self._poll_s = 0.0
+        self._change = -1
+        """The number of the change at which nothing was left to decide but by the time."""
+        self._heads: dict[int, HeadRecord] = {}
+        """The heads that were made, as they were read last."""
+        self.state = rollout_state.State()
+        """The rollout, as it was read last."""
         self._written = 0
         self._write_s = 0.0
-        self._has_changed = True
-        self._has_unused = False
-        self._problems: dict[str, str] | None = None
-        self._change = store.newest_change()
         self.manifest: HeadManifest | None = None
         """The manifest to publish; None if there is no head."""
-        self._heads = self._read_heads()
-        self.served = self._served()
+        self.served: set[bytes] = set()
         """Digests of the blobs that devices may request."""
-        store.heads.put_rollout(task.digest, self._state)
+        self._read()
         self.delete_unused()
         self._publish()
-        if (trial := self._state.trial) is not None:  # what was stored while this program did not run
-            for device, each in store.evaluations.of_head(task.digest, trial.version).items():
-                self._evaluate(device, each)
 
-    def tick(self, newest: int) -> None:
-        """Apply the passing of time; `newest` is the version of the newest head.
+    def tick(self, *, at_once: bool = False) -> None:
+        """Apply new heads, evaluations, commands and the passing of time to the rollout.
+
+        With `at_once`, a head has been made.
 
         Raises StateError if a change cannot be stored; the next call tries again.
         """
-        if newest > self._state.newest:
-            self._heads = self._read_heads()
-            for version in sorted(self._heads):
-                before = int(self._heads[version].metrics.get(CALIBRATED_FROM, 0))
-                now_s = self._store.clock.now_s()
-                self._step(rollout_state.HeadAdded(version, now_s, calibrates=before))
-            self.delete_unused()
-        if time.monotonic() < self._poll_s:
+        if time.monotonic() < self._poll_s and not at_once:
             return
         self._poll_s = time.monotonic() + POLL_S
-        self._read_evaluations()
-        self._leave_forgotten()
-        self._carry_out_commands()
-        self._check_failures()
-        if (trial := self._state.trial) is not None:
-            devices = self._heads[trial.version].devices
-            self._step(rollout_state.Ticked(self._store.clock.now_s(), self._store.devices.online(), devices))
+        change = self._store.newest_change()
+        if change != self._change or self.state.trial is not None:
+            self._decide(change)
         self._publish()
-        if self._has_unused:
+
+    def _decide(self, change: int) -> None:
+        with self._store.snapshot():
+            self._read()
+            after, actions, outcomes = self._decided()
+        if after != self.state or outcomes:
+            with self._store.transaction():
+                if self._store.newest_change() != change:
+                    return  # the next tick decides again
+                self._store.heads.put_rollout(self._task.digest, after)
+                for number, outcome in outcomes.items():
+                    self._store.commands.finish(number, outcome)
+            self._read()
+            for action in actions:
+                self._log_action(action)
             self.delete_unused()
+            change = -1  # the next tick decides again
+        self._change = change
 
-    def _evaluate(self, device: str, evaluation: Evaluation) -> None:
-        """Apply a device's evaluation of a head; raises StateError if a change cannot be stored."""
-        correct = sum(evaluation.correct)
-        result = CanaryResult(
-            correct=correct,
-            images=correct + sum(evaluation.incorrect),
-            previous_correct=sum(evaluation.previous_correct) if evaluation.previous_correct else None,
-            problem=evaluation.problem,
-        )
-        if self._problems is not None and evaluation.head_version == self._state.current:
-            self._problems[device] = evaluation.problem
-        self._step(rollout_state.Evaluated(device, evaluation.head_version, result))
+    def _decided(self) -> tuple[rollout_state.State, list[rollout_state.Action], dict[int, str]]:
+        """Return the rollout after all that has happened, what follows, and the outcomes of commands by number."""
+        task, now_s = self._task.digest, self._store.clock.now_s()
+        state, actions, outcomes = self.state, list[rollout_state.Action](), dict[int, str]()
 
-    def reload(self) -> None:
-        """Return to the stored state after a failed write; raises StateError if it cannot be read."""
-        self._state = self._store.heads.rollout(self._task.digest)
-        self._written, self._write_s, self._has_changed = 0, 0.0, True
-        self._problems = None
+        def step(happened: rollout_state.Event) -> tuple[rollout_state.Action, ...]:
+            nonlocal state
+            state, done = canary_rollout.step(state, happened, settings=self._settings)
+            state = without_forgotten(state, state.forgotten)
+            actions.extend(done)
+            return done
 
-    def _read_evaluations(self) -> None:
-        evaluations, newest = self._store.evaluations.changes(self._task.digest, since=self._change)
-        for device, evaluation in evaluations:
-            self._evaluate(device, evaluation)
-        self._change = newest
+        for version, head in sorted(self._heads.items()):
+            if version > state.newest:
+                before = int(head.metrics.get(CALIBRATED_FROM, 0))
+                step(rollout_state.HeadAdded(version, now_s, calibrates=before))
+        if (trial := state.trial) is not None:
+            step(rollout_state.Evaluated(trial.version, self._store.evaluations.results(task, trial.version)))
+        for number, command in self._store.commands.pending(task).items():
+            refused = [
+                each.reason
+                for each in step(with_heads(self._store, task, state, command))
+                if isinstance(each, rollout_state.RefuseCommand)
+            ]
+            outcomes[number] = next(iter(refused), "")
+        if state.is_watched and (failed := self._failures(state.current)) is not None:
+            step(failed)
+        if (trial := state.trial) is not None:
+            devices = self._heads[trial.version].devices
+            step(rollout_state.Ticked(now_s, self._store.devices.online(), devices))
+        return state, actions, outcomes
 
-    def _leave_forgotten(self) -> None:
-        """Keep heads that learned from a forgotten device from becoming current."""
-        newest = self._store.forgotten.newest_head(self._task.digest)
-        if newest > self._state.forgotten:
-            self._problems = None  # its evaluations are deleted
-            self._enter(without_forgotten(self._state, newest))
-
-    def _check_failures(self) -> None:
-        """Reject the current head if too many devices report that they cannot use it, also long after its start."""
-        version = self._state.current
-        if not self._state.is_watched:
-            return
-        if self._problems is None:
-            evaluations = self._store.evaluations.of_head(self._task.digest, version)
-            self._problems = {device: each.problem for device, each in evaluations.items()}
-        if not any(self._problems.values()):
-            return
+    def _failures(self, version: int) -> rollout_state.FailuresReported | None:
+        """Return which devices cannot use the current head, also long after its start; None if all can."""
+        results = self._store.evaluations.results(self._task.digest, version)
+        if not any(result.problem for result in results.values()):
+            return None
         counts = self._store.decisions(self._task.digest).counts
-        problems = {device: problem for device, problem in self._problems.items() if counts(device)}
+        problems = {device: result.problem for device, result in results.items() if counts(device)}
         failed = {device: problem for device, problem in problems.items() if problem}
         devices = len(self._store.devices.online() | problems.keys())
-        self._step(rollout_state.FailuresReported(version, failed, devices))
+        return rollout_state.FailuresReported(version, failed, devices)
 
-    def _carry_out_commands(self) -> None:
-        for number, command in self._store.commands.pending(self._task.digest).items():
-            received = with_heads(self._store, self._task.digest, self._state, command)
-            try:
-                with self._store.transaction():  # otherwise a kill in between would carry it out twice
-                    actions = self._step(received)
-                    refusals = [
-                        each.reason for each in actions if isinstance(each, rollout_state.RefuseCommand)
-                    ]
-                    self._store.commands.finish(number, next(iter(refusals), ""))
-            except StateError:
-                self.reload()
-                raise
-
-    def _step(self, happened: rollout_state.Event) -> tuple[rollout_state.Action, ...]:
-        state, actions = canary_rollout.step(self._state, happened, settings=self._settings)
-        self._enter(without_forgotten(state, state.forgotten))
-        for action in actions:
-            self._log_action(action)
-        return actions
-
-    def _enter(self, state: rollout_state.State) -> None:
-        if state == self._state:
-            return
-        self._store.heads.put_rollout(self._task.digest, state)
-        if state.current != self._state.current:
-            self._problems = None
-        self._has_unused |= bool(state.forgotten)
-        self._state, self._has_changed = state, True
-        # Before anything else can fail: what the manifest will name must be served.
-        self.served = self._served()
-        self._publish()
+    def _read(self) -> None:
+        """Read the heads and the rollout; what the manifest will name is served from now on."""
+        self._heads = {head.version: head for head in self._store.heads.all(self._task.digest)}
+        self.state = self._store.heads.rollout(self._task.digest)
+        self.served = served_blobs(self._task, list(self._heads.values()), self.state)
 
     def _publish(self) -> None:
-        """Write the current head's files and make the manifest, if they have changed."""
-        state, heads = self._state, self._heads
-        if state.current and state.current != self._written and time.monotonic() >= self._write_s:
-            self._write(heads[state.current])
-        if not state.current or not self._has_changed:
+        """Make the manifest of the current head, and write its files."""
+        state, heads = self.state, self._heads
+        if not state.current:
             return
         trial = state.trial
         self.manifest = HeadManifest(
@@ -178,7 +147,8 @@ class Rollout:
             candidate=head_ref(heads[trial.version]) if trial else None,
             canary_rank_limit=trial.rank_limit if trial else 0,
         )
-        self._has_changed = False
+        if state.current != self._written and time.monotonic() >= self._write_s:
+            self._write(heads[state.current])
 
     def _write(self, head: HeadRecord) -> None:
         try:
@@ -190,32 +160,27 @@ class Rollout:
                 log, logging.WARNING, "cannot read a head's file: retrying", head=head.version, reason=error
             )
 
-    def _read_heads(self) -> dict[int, HeadRecord]:
-        return {head.version: head for head in self._store.heads.all(self._task.digest)}
-
-    def _served(self) -> set[bytes]:
-        return served_blobs(self._task, list(self._heads.values()), self._state)
-
     @property
     def retained(self) -> set[int]:
         """The versions of the heads that are current or may become current."""
-        return retained_heads(self._state, self._heads)
+        return retained_heads(self.state, self._heads)
 
     def delete_unused(self) -> None:
-        """Delete the files and evaluations of heads that can no longer become current, and the oldest records."""
-        self._has_unused = False
-        retained = self.retained
-        self._store.evaluations.delete_except(self._task.digest, retained)
+        """Delete the evaluations of heads that can no longer become current, and the oldest records."""
+        task, retained = self._task.digest, self.retained
         kept = retained.union(sorted(self._heads)[-self._task.file.limits.kept_heads :])
-        if self._heads.keys() - kept:
-            self._store.heads.delete_except(self._task.digest, kept)
-            self._heads = self._read_heads()
-        if self._state.rejected.keys() - kept:
-            rejected = {
-                version: self._state.rejected[version] for version in self._state.rejected.keys() & kept
-            }
-            self._state = replace(self._state, rejected=rejected)
-            self._store.heads.put_rollout(self._task.digest, self._state)
+        since_s = self._store.clock.now_s() - HOUR_S  # they count for `limits.heads_per_hour`
+        unused = [
+            head
+            for version, head in self._heads.items()
+            if version not in kept and head.started_s <= max(since_s, 0.0)
+        ]
+        with self._store.transaction():
+            self._store.evaluations.delete_except(task, retained)
+            for head in unused:
+                self._store.heads.delete(task, head.version)
+        if unused:
+            self._read()
 
     def _log_action(self, action: rollout_state.Action) -> None:
         match action:
@@ -227,7 +192,7 @@ class Rollout:
                 devices = ",".join(trial.awaited[:10])
                 event(log, logging.INFO, "head offered to canaries", version=trial.version, devices=devices)
             case rollout_state.Reject(version=version, reason=reason):
-                current = self._state.current
+                current = self.state.current
                 event(log, logging.WARNING, "head rejected", version=version, current=current, reason=reason)
                 notify(HeadRejected(version=version, reason=reason))
             case rollout_state.RefuseCommand(reason=reason):

@@ -1,45 +1,37 @@
-"""The way from submissions to heads: stores what the round logic decides, and runs the training jobs."""
+"""The way from submissions to heads: a head is planned as a row, a job makes its files, and the row becomes made.
+
+Between two ticks only the running job is kept in memory, and what was read at the last change.
+"""
 
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from msgspec import structs
-
-from aggregator.coordination import round_state, rounds
-from aggregator.heads.calibration import Calibration, store_calibrated
-from aggregator.heads.head_rate import HeadRate
-from aggregator.heads.next_head import (
-    delete_members,
-    job_of,
-    log_head,
-    put_failure,
-    put_started,
-    put_stopped,
-    store_head,
-)
+from aggregator.coordination.collection import Collection as OpenCollection
+from aggregator.coordination.collection import Plan, decide, wanted_devices
+from aggregator.heads.calibration import Calibration
+from aggregator.heads.head_rate import log_limit, wait_s
+from aggregator.heads.next_head import job_of, log_head, store_head
+from aggregator.heads.open_collection import open_collection
 from aggregator.heads.sum_lists import SecondOperatorLists
-from aggregator.storage.heads import HeadRecord
+from aggregator.storage.heads import HeadKind, HeadRecord, TrainingProgress
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import NextHead, TrainingProgress
 from aggregator.storage.sum_lists import devices_of
 from aggregator.tasks.manifests import round_manifest
 from aggregator.tasks.restoration import LostSubmissions, Restoration
 from aggregator.tasks.retention import delete_carried_submissions, delete_unneeded_blobs
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.job_processes import Finished, Progress, Trainer
-from aggregator.training.jobs import UNUSABLE, BlobJob, Job, Result
+from aggregator.training.jobs import BlobJob
 from protocol.errors import StateError
 from protocol.log import event
+from protocol.retry_delay import retry_delay_s
 from protocol.wire.messages import BlobRef, RoundManifest
 
 log = logging.getLogger(__name__)
-
-PAUSE_S = 0.01
-"""Seconds between two decisions about submissions, for each 1,000 of them: each looks at all."""
 
 RETENTION_S = 60.0
 """Seconds from one deletion of what nothing needs to the next: a device can upload all day."""
@@ -47,9 +39,14 @@ RETENTION_S = 60.0
 RETENTION_REST = 100.0
 """Times as long as a deletion took, if that is more: at most 1 % of the time. 100,000 blobs take 3 s."""
 
+PAUSE_S = 0.01
+"""Seconds between two counts of the open collection, for each 1,000 devices in it."""
+
+KILLED = "the aggregator was killed during the training"
+
 
 class Schedule:
-    """Makes the heads of a task from its submissions; `state` is the state of the round logic.
+    """Makes the heads of a task from its submissions.
 
     `on_event` is called from a thread with the progress and the end of a training; it must only enqueue it.
     """
@@ -65,16 +62,23 @@ class Schedule:
         self._store = store
         self._on_event = on_event
         self._settings = task.file.settings
-        self._due: list[rounds.Train] = []
         self._job: BlobJob | None = None
-        self._change = store.newest_change()
-        self._next_s = 0.0
-        """When submissions are read again, by `time.monotonic`."""
+        """The job that runs, or has ended and is not handled yet."""
+        self._collection = OpenCollection()
+        self._change = -1
+        """The number of the change at which the collection was counted."""
+        self._count_s = 0.0
+        """When it may be counted again (elapsed seconds)."""
+        self._compared = b"", -1, False
+        """The submissions of a failed training, the number of the change, and whether others count by then."""
+        self._asked = b"", -1
+        """The submissions and failures of the plan for which the second operator's lists were looked at."""
+        self._too_few_at = -1
+        """The number of the change at which too few devices were in no sum."""
         self._logged = 0
         """The devices of the open collection that the log names."""
         self._retention_s = 0.0
         """When blobs are deleted next, in elapsed seconds."""
-        self._rate = HeadRate(task, store)
         self._calibration = Calibration(task, store)
         self.restoration = Restoration(task, store)
         operator = task.manifest.second_operator
@@ -89,58 +93,370 @@ class Schedule:
         )
         delete_carried_submissions(task, store)
         self.lost = LostSubmissions(task, store)
-        self.lost.remove(round_state.counting(store.round_state(task.digest), self._settings))
-        self.state = replace(store.round_state(task.digest), is_rate_limited=not self._rate.may_train())
-        self._head = next(reversed(store.heads.all(task.digest)), None)
+        present = set(store.blobs.digests())  # faster than a question for each
+        counting = store.submissions_of(task.digest, self._settings).members(self.version)
+        self.lost.remove({device: digest for device, digest in counting.items() if digest not in present})
         self._resume()
 
     def _resume(self) -> None:
-        """Start the training that has failed or was interrupted; one that ended with the aggregator has failed."""
-        for train in rounds.resumed(self.state):
-            if self._next.is_running:
-                self.state = replace(self.state, failures=self.state.failures + 1)
-                reason = "the aggregator was killed during the training"
-                put_failure(self._store, self._task.digest, self.state, dict(train.members), reason)
-            event(log, logging.INFO, "interrupted training resumed", version=train.version)
-            self._start(train)
+        """Let the training that has failed or was interrupted start at once; one that was running has failed."""
+        plan = self.plan
+        if plan is None:
+            return
+        if plan.kind == "calibration":  # it is due again
+            self._store.heads.delete(plan.task, plan.version)
+            return
+        after = self._failed(plan, KILLED) if plan.state == "training" else plan
+        self._replace(plan, replace(after, retry_s=0.0))
+        event(log, logging.INFO, "interrupted training resumed", version=plan.version)
 
     def stop(self) -> None:
         """Stop a running training; the next start resumes it."""
         self._trainer.stop()
         with contextlib.suppress(StateError):  # on a full disk the next start counts the training as failed
-            put_stopped(self._store)
+            plan = self.plan
+            if plan is not None and plan.state == "training":
+                self._replace(plan, replace(plan, state="planned", progress=None))
+
+    @property
+    def plan(self) -> HeadRecord | None:
+        """The head that is planned, or trained now."""
+        return self._store.heads.planned(self._task.digest)
+
+    @property
+    def newest(self) -> HeadRecord | None:
+        """The newest head that was made."""
+        return self._store.heads.newest(self._task.digest)
+
+    @property
+    def version(self) -> int:
+        """The version of the newest head, 0 if there is none; with rounds, also the number of the open round."""
+        head = self.newest
+        return head.version if head is not None else 0
 
     @property
     def round(self) -> RoundManifest | None:
         """The manifest of the open round; None without rounds."""
-        learning, tensors = self._task.file.learning, self._tensors
+        head, learning = self.newest, self._task.file.learning
+        tensors = self._tensors(head)
         if learning is None or tensors is None:
             return None
-        return round_manifest(self._task.digest, self.state.head_version, learning=learning, tensors=tensors)
+        number = head.version if head is not None else 0
+        return round_manifest(self._task.digest, number, learning=learning, tensors=tensors)
 
-    @property
-    def _next(self) -> NextHead:
-        return self._store.next_head(self._task.digest, self.state.head_version + 1)
-
-    @property
-    def _tensors(self) -> BlobRef | None:
-        return self._head.tensors if self._head is not None else self._task.first_tensors
+    def _tensors(self, head: HeadRecord | None) -> BlobRef | None:
+        return head.tensors if head is not None else self._task.first_tensors
 
     def tick(self) -> None:
-        if time.monotonic() < self._next_s:
-            return
-        self._read_changes()
-        self._next_s = time.monotonic() + len(self.state.submissions) // 1000 * PAUSE_S
-        if self.state.is_rate_limited:
-            self.state = replace(self.state, is_rate_limited=not self._rate.may_train())
-        self._step(self._store.decisions(self._task.digest))
-        self._step(rounds.Ticked(self._store.clock.now_s()))
-        self._log_collection()
-        due, self._due = self._due, []
-        for train in due:
-            self._start(train)
-        self._calibrate()
+        """Plan or train the next head if it is due; raises StateError."""
+        plan = self.plan
+        if self._job is not None and not self._is_running(plan):
+            self._trainer.stop()
+            self._job = None
+            event(log, logging.INFO, "training ended: an operator's command has changed what it is made of")
+        if plan is not None and plan.state == "training" and self._job is None:  # its end could not be stored
+            self._fail(plan, "its end could not be stored")
+            plan = self.plan
+        self._train_or_plan(plan)
         self._delete_unneeded_blobs()
+
+    def _is_running(self, plan: HeadRecord | None) -> bool:
+        """Return True if the job in memory is the planned head's training."""
+        return self._job is not None and plan is not None and _is_of(self._job, plan)
+
+    def _train_or_plan(self, plan: HeadRecord | None) -> None:
+        now_s = self._store.clock.now_s()
+        if not self._is_counted(now_s):
+            return
+        limits = self._task.file.limits
+        decision = decide(
+            self._collection,
+            self._plan_of(plan),
+            now_s=now_s,
+            is_rate_limited=self._settings.rounds is None
+            and wait_s(self._store, self._task.digest, limits) > 0,
+            settings=self._settings,
+        )
+        match decision:
+            case "plan" if self._too_few_at != self._change:
+                if (plan := self._plan(plan)) is not None:
+                    self._train(plan)
+            case "train" if plan is not None:
+                self._train(plan)
+            case "wait" if plan is None:
+                self._calibrate()
+
+    def _plan_of(self, head: HeadRecord | None) -> Plan | None:
+        if head is None:
+            return None
+        return Plan(
+            is_running=head.state == "training", retry_s=head.retry_s, is_outdated=self._is_outdated(head)
+        )
+
+    def _is_counted(self, now_s: float) -> bool:
+        """Count the open collection if something has changed; return False if it is too early to do so again."""
+        if self._store.newest_change() == self._change:
+            return True
+        if now_s < self._count_s:
+            return False
+        with self._store.snapshot():
+            change = self._store.newest_change()
+            self._collection = open_collection(self._store, self._task.digest, self._settings)
+        self._change = change
+        self._count_s = now_s + self._collection.count // 1000 * PAUSE_S
+        if (count := self._collection.count) != self._logged:
+            self._logged = count
+            wanted = wanted_devices(self._collection.version, self._settings)
+            event(log, logging.INFO, "submissions waiting", devices=count, wanted=wanted)
+        return True
+
+    def _is_outdated(self, plan: HeadRecord) -> bool:
+        """Return True if a training has failed, and other submissions count by now."""
+        if plan.state == "training" or not plan.failures:
+            return False
+        if self._compared[:2] != (plan.members, self._change):
+            opened = self._store.submissions_of(self._task.digest, self._settings)
+            counting = opened.members(self._collection.version)
+            self._compared = plan.members, self._change, counting != self._store.members(plan)
+        return self._compared[2]
+
+    def _plan(self, before: HeadRecord | None) -> HeadRecord | None:
+        """Plan the next head of what counts now, in place of one that has failed.
+
+        Return None if there is nothing, or a command has changed something meanwhile.
+        """
+        task = self._task.digest
+        with self._store.snapshot():
+            change, version = self._store.newest_change(), self.version
+            members = self._store.submissions_of(task, self._settings).members(version)
+        if not members:
+            return None
+        plan = replace(
+            before or HeadRecord(task=task, version=version + 1, kind=self._kind),
+            state="planned",
+            up_to=change,
+            members=self._store.put_members(members),
+            devices=len(members),
+            retry_s=0.0,
+        )
+        with self._store.transaction():
+            if self._store.newest_change() != change:
+                return None
+            self._store.heads.put(plan)
+        return plan
+
+    @property
+    def _kind(self) -> HeadKind:
+        if self._settings.rounds is not None:
+            return "round"
+        return "training" if self._task.manifest.differential_privacy is None else "sum"
+
+    def _train(self, plan: HeadRecord) -> None:
+        """Start the training of a planned head."""
+        if self.sum_lists is not None:
+            summed = self._summed(self.sum_lists, plan)
+            if summed is None:
+                return
+            plan = summed
+        members = self._store.members(plan)
+        training = replace(
+            plan,
+            state="training",
+            attempt=plan.attempt + 1,
+            started_s=self._store.clock.now_s(),
+            progress=None,
+        )
+        job = job_of(training, members, self._task, self._store, tensors=self._tensors(self.newest))
+        if self._begin(plan, training, job) and self._settings.rounds is None:
+            log_limit(self._store, plan.task, self._task.file.limits)
+
+    def _begin(self, before: HeadRecord | None, training: HeadRecord, job: BlobJob) -> bool:
+        """Store that a head is trained and start its job, unless another one than `before` is planned by now."""
+        if not self._replace(before, training):
+            return False
+        self._job = job
+        try:
+            self.restoration.verify(job.required_blobs(self._task.manifest), at_once=True)
+            self._trainer.start(job)
+        except StateError as error:
+            self._on_event(Finished(job, None, str(error)))
+        return True
+
+    def _summed(self, lists: SecondOperatorLists, plan: HeadRecord) -> HeadRecord | None:
+        """Return the plan of the devices whose sum the second operator has opened; None while it has not.
+
+        With too few new devices, nothing is planned until there are more. A device that is in no list yet belongs to a
+        later head.
+        """
+        if self._asked == (plan.members, plan.failures) and not lists.is_opened:
+            return None
+        self._asked = plan.members, plan.failures
+        members = self._store.members(plan)
+        try:
+            is_open = lists.is_open(members)
+        except StateError as error:
+            self._fail(plan, str(error))
+            return None
+        if not is_open:
+            if lists.stored.pending is None:
+                self._store.heads.delete(plan.task, plan.version)
+                self._too_few_at = self._store.newest_change()
+            return None
+        listed = devices_of(lists.stored)
+        later = [device for device in members if device not in listed]
+        if later:
+            plan = replace(
+                plan, members=self._store.put_members({d: members[d] for d in members if d in listed})
+            )
+            plan = replace(plan, devices=len(members) - len(later))
+            with self._store.transaction():
+                for device in later:
+                    self._store.submissions.count_again(device)
+                self._store.heads.put(plan)
+        return plan
+
+    def take_sum(self, payload: bytes) -> None:
+        """Take a frame of the second operator's reply; the training that waits for it starts at the next tick.
+
+        A refused list has failed: it is requested again later, or at once without a device that was revoked.
+        """
+        if self.sum_lists is None or not self.sum_lists.take(payload) or (plan := self.plan) is None:
+            return
+        pending = self.sum_lists.stored.pending
+        if pending is not None and pending.problem and plan.state == "planned":
+            self._fail(plan, f"the second operator opens no sum: {pending.problem}")
+
+    def _calibrate(self) -> None:
+        """Start to make the calibrated version of the newest head if it is due.
+
+        It is no training of `limits.heads_per_hour`, and is not resumed: after a restart, it is due again.
+        """
+        head = self.newest
+        if head is None or (job := self._calibration.job(head)) is None:
+            return
+        calibrated = replace(
+            head,
+            version=job.version,
+            kind="calibration",
+            state="training",
+            attempt=job.attempt,
+            started_s=0.0,
+            place=0,
+            is_watched=False,
+            trial=None,
+            reason="",
+        )
+        self._begin(None, calibrated, job)
+
+    def store_progress(self, figures: Mapping[str, Any]) -> None:
+        """Store the progress of the running training, for `status`."""
+        known = {name: figures[name] for name in ("epoch", "epochs", "loss") if name in figures}
+        plan = self.plan
+        if plan is not None and self._is_running(plan):
+            self._store.heads.put_progress(replace(plan, progress=TrainingProgress(plan.version, **known)))
+
+    def finish(self, finished: Finished) -> bool:
+        """Apply the end of a training or a calibration; return True if there is a new head."""
+        job = self._job
+        if job is None or finished.job != job:
+            return False
+        self._job = None
+        head, reason, plan = None, finished.reason, None
+        try:
+            plan = self.plan
+            if plan is None or not _is_of(job, plan):
+                return False
+            if finished.result is not None:
+                head = store_head(self._task, self._store, plan, job, finished.result)
+                if head is None:
+                    return False
+        except StateError as error:
+            reason = str(error)
+            with contextlib.suppress(StateError):
+                if (
+                    self.plan is None
+                    and (newest := self.newest) is not None
+                    and newest.version == job.version
+                ):
+                    head = newest  # the transaction failed only to report its commit
+        if head is not None:
+            log_head(head, self._settings, counts_images=self._task.manifest.accepts_blocks)
+        elif plan is not None:
+            self._ended(plan, finished, reason)
+        return head is not None
+
+    def _ended(self, plan: HeadRecord, finished: Finished, reason: str) -> None:
+        """Apply the end of a training without a head: it has failed, or its head could not be stored."""
+        with contextlib.suppress(StateError):  # the next tick finds a training without a job
+            if _identity(self.plan) != _identity(plan):
+                return
+            if plan.kind == "calibration":
+                self._store.heads.delete(plan.task, plan.version)
+                self._calibration.postpone()
+                text = "head not calibrated: it stays in use as it is"
+                event(log, logging.WARNING, text, version=plan.version - 1, reason=reason)
+            elif self.sum_lists is not None and finished.kind == "list":
+                self.sum_lists.abandon(reason)
+                self._store.heads.delete(plan.task, plan.version)
+                self._too_few_at = self._store.newest_change()
+            elif finished.kind == "lost":
+                self._plan_without(plan, finished.lost)
+            else:
+                if finished.result is None and isinstance(finished.job, BlobJob):
+                    with contextlib.suppress(StateError):  # the next attempt fails, and then this is repeated
+                        self.restoration.restore(finished.job.required_blobs(self._task.manifest))
+                self._fail(plan, reason)
+
+    def _plan_without(self, plan: HeadRecord, lost: Collection[str]) -> None:
+        """Repeat a training at once without submissions that are lost, of which hex digests are given."""
+        members = self._store.members(plan)
+        self.lost.remove({device: digest for device, digest in members.items() if digest.hex() in lost})
+        self._store.heads.delete(plan.task, plan.version)
+        self._count_s = 0.0
+        if not self._is_counted(self._store.clock.now_s()):
+            return
+        is_enough = self._collection.count >= max(self._settings.min_devices, 1)
+        if is_enough and (again := self._plan(plan)) is not None:
+            self._train(again)
+
+    def _failed(self, plan: HeadRecord, reason: str) -> HeadRecord:
+        """Return a planned head whose training has failed, and log it."""
+        now_s = self._store.clock.now_s()
+        retry_s = now_s + retry_delay_s(plan.failures)
+        is_round = self._settings.rounds is not None
+        event(
+            *(log, logging.ERROR, "closing a round failed" if is_round else "head training failed"),
+            version=None if is_round else plan.version,
+            round=plan.version - 1 if is_round else None,
+            failures=plan.failures + 1,
+            reason=reason,
+            retry=f"in {retry_s - now_s:.0f} s, with other submissions or at the next start",
+        )
+        return replace(
+            plan,
+            state="planned",
+            progress=None,
+            failures=plan.failures + 1,
+            problem=reason,
+            failed_s=time.time(),
+            retry_s=retry_s,
+        )
+
+    def _fail(self, plan: HeadRecord, reason: str) -> None:
+        self._replace(plan, self._failed(plan, reason))
+
+    def _replace(self, before: HeadRecord | None, after: HeadRecord) -> bool:
+        """Store what has become of a planned head, unless it has changed since; return True if it is stored."""
+        with self._store.transaction():
+            if _identity(self.plan) != _identity(before):
+                return False
+            self._store.heads.put(after)
+        return True
+
+    def retry(self) -> None:
+        """Let a training that has failed start at once."""
+        if (plan := self.plan) is not None and plan.state == "planned":
+            self._replace(plan, replace(plan, retry_s=0.0))
 
     def _delete_unneeded_blobs(self) -> None:
         started_s = self._store.clock.now_s()
@@ -151,238 +467,12 @@ class Schedule:
         took_s = self._store.clock.now_s() - started_s
         self._retention_s = max(self._retention_s, started_s + RETENTION_REST * took_s)
 
-    def reload(self) -> None:
-        """Return to the stored state after a failed write; raises StateError if it cannot be read."""
-        self._change = self._store.newest_change()
-        stored = self._store.round_state(self._task.digest)
-        # The store may still name a training that has failed since.
-        running = None if self._due else self.state.training
-        self._due.clear()
-        self.state = replace(self.state, submissions=stored.submissions, training=running)
 
-    def store_progress(self, figures: Mapping[str, Any]) -> None:
-        known = {name: figures[name] for name in ("epoch", "epochs", "loss") if name in figures}
-        following = self._next
-        self._store.facts.put(
-            structs.replace(following, progress=TrainingProgress(following.version, **known))
-        )
+def _identity(head: HeadRecord | None) -> tuple[object, ...] | None:
+    """Return what distinguishes a planned head, and a training of it, from others."""
+    return None if head is None else (head.version, head.state, head.attempt, head.members)
 
-    def finish(self, finished: Finished) -> bool:
-        """Apply the end of a training or a calibration; return True if there is a new head."""
-        job, head, reason = self._job, None, finished.reason
-        if job is None or self._is_stopped(finished.job):
-            return False
-        if finished.result is not None:
-            try:
-                head = self._store_result(job, finished.result)
-            except StateError as error:
-                reason = str(error)
-                if self._is_stopped(finished.job):
-                    return False
-        if head is None and self._adopt_stored():
-            return True
-        if head is not None:
-            self._step(rounds.Trained(head.version, frozenset(head.quarantined)))
-            self._use(head)
-        elif self._gives_up(job, reason):
-            pass
-        elif finished.result is not None:
-            self._fail(reason)
-        elif not self._close_without_lost(self.state.training or {}):
-            with contextlib.suppress(StateError):  # the next attempt fails, and then this is repeated
-                self.restoration.restore(job.required_blobs(self._task.manifest))
-            self._fail(reason)
-        return head is not None
 
-    def _gives_up(self, job: BlobJob, reason: str) -> bool:
-        """Return True for a failure that is not repeated: of a calibration, or of a list that cannot be used."""
-        if job.is_calibration:
-            self._leave_uncalibrated(job, reason)
-            return True
-        if self.sum_lists is None or UNUSABLE not in reason:
-            return False
-        self.sum_lists.abandon(reason)
-        self._step(rounds.Trained(self.state.head_version))
-        return True
-
-    def _store_result(self, job: BlobJob, result: Result) -> HeadRecord | None:
-        if job.is_calibration:
-            return store_calibrated(self._task, self._store, job, result)
-        members = self.state.training
-        if members is None:
-            return None
-        return store_head(self._task, self._store, job, result, members)
-
-    def _use(self, head: HeadRecord) -> None:
-        self._head = head
-        counts_images = self._task.manifest.accepts_blocks
-        log_head(head, self.state, self._settings, counts_images=counts_images)
-
-    def _adopt_stored(self) -> bool:
-        """Return True if the next head is stored already, by a transaction that failed only to report its commit."""
-        with contextlib.suppress(StateError):
-            head = self._stored_head()
-            if head is not None:
-                state = self._store.round_state(self._task.digest)
-                self.state = replace(state, is_rate_limited=self.state.is_rate_limited)
-                self._due.clear()
-                self._use(head)
-                return True
-        return False
-
-    def _stored_head(self) -> HeadRecord | None:
-        head = next(reversed(self._store.heads.all(self._task.digest)), None)
-        return head if head is not None and head.version > self.state.head_version else None
-
-    def _close_without_lost(self, members: Mapping[str, round_state.Entry]) -> bool:
-        """Repeat the training without the submissions that are lost; return False if none is."""
-        lost: dict[str, bytes] = {}
-        with contextlib.suppress(StateError):  # the training is repeated, and then this
-            lost = self.lost.remove(members)
-            if lost:
-                self._step(rounds.SubmissionsLost(lost, self._store.clock.now_s()))
-                delete_members(self._store, members)
-        return bool(lost)
-
-    def retry(self) -> None:
-        self.state = replace(self.state, failed=None, retry_s=0.0)
-
-    def _read_changes(self) -> None:
-        """Apply what has changed in the store: submissions were stored, or a command has deleted some.
-
-        A training on deleted ones stops; the collection closes again without them.
-        """
-        if self._store.newest_change() == self._change:
-            return
-        changes = self._store.submission_changes(self._task.digest, since=self._change)
-        before = self.state.submissions
-        entries = {
-            device: record.entry
-            for device, record in changes.records.items()
-            if record.entry != before.get(device)
-        }
-        deleted = {device for device in changes.deleted if device in before}
-        if entries or deleted:
-            left = {device: entry for device, entry in before.items() if device not in deleted}
-            self._step(rounds.SubmissionsChanged(left | entries))
-        self._change = changes.newest
-        if deleted:
-            self._leave_deleted(deleted)
-
-    def _log_collection(self) -> None:
-        collection = self.state.collection
-        if collection is not None and collection.count != self._logged:
-            self._logged = collection.count
-            wanted = round_state.wanted_devices(self.state, self._settings)
-            event(log, logging.INFO, "submissions waiting", devices=collection.count, wanted=wanted)
-
-    def _leave_deleted(self, deleted: set[str]) -> None:
-        for device in sorted(deleted):
-            event(log, logging.INFO, "submission deleted by an operator", device=device)
-        if not deleted.isdisjoint(self.state.training or ()):
-            self._trainer.stop()
-            self._job = None
-            self._due.clear()
-            self.state = replace(self.state, training=None)
-        delete_members(self._store, deleted)
-
-    def _is_stopped(self, job: Job) -> bool:
-        """Return True if a job was stopped, because a submission that it is made of was deleted."""
-        with contextlib.suppress(StateError):  # then nothing else can be stored either
-            self._read_changes()
-        return job != self._job
-
-    def _step(self, happened: rounds.Event) -> None:
-        self.state, trainings = rounds.step(self.state, happened, settings=self._settings)
-        self._due += trainings
-
-    def _start(self, train: rounds.Train) -> None:
-        if self.sum_lists is not None:
-            if not self._has_sums(self.sum_lists, dict(train.members)):
-                return
-            # A device that is in no list yet belongs to a later one.
-            listed = devices_of(self.sum_lists.stored)
-            members = tuple(each for each in train.members if each[0] in listed)
-            train, self.state = replace(train, members=members), replace(self.state, training=dict(members))
-        job = job_of(train, self._task, self._store, self.state, tensors=self._tensors)
-        with self._failing(job):
-            if self._stored_head() is not None:
-                raise StateError(f"head {train.version} is stored already")  # `finish` adopts it
-            self.state = replace(self.state, is_rate_limited=not self._rate.count())
-            put_started(self._store, self._next, dict(train.members))
-            self._run(job)
-
-    def _has_sums(self, lists: SecondOperatorLists, members: dict[str, round_state.Entry]) -> bool:
-        """Return True if the second operator has opened what the next head is made of.
-
-        While it has not, the training waits. With too few new devices there is none.
-        """
-        try:
-            if lists.is_open(members):
-                return True
-        except StateError as error:
-            self._fail(str(error))
-            return False
-        if lists.stored.pending is None:
-            self._step(rounds.Trained(self.state.head_version))
-        return False
-
-    def take_sum(self, payload: bytes) -> None:
-        """Take a frame of the second operator's reply, and go on with the training that waits for it.
-
-        A refused list has failed: it is requested again later, or at once without a device that was revoked.
-        """
-        if self.sum_lists is None or not self.sum_lists.take(payload) or self.state.training is None:
-            return
-        pending = self.sum_lists.stored.pending
-        if pending is not None and pending.problem:
-            self._fail(f"the second operator opens no sum: {pending.problem}")
-            return
-        members = tuple(sorted(self.state.training.items()))
-        self._start(rounds.Train(self.state.head_version + 1, members))
-
-    def _calibrate(self) -> None:
-        """Start to make the calibrated version of the newest head if it is due, and no training is running or failed.
-
-        It is no training of `limits.heads_per_hour`, and is not resumed: after a restart, it is due again.
-        """
-        if self.state.training is not None or self.state.failures:
-            return
-        if (job := self._calibration.job(self._head, self.state.decisions)) is not None:
-            self.state = replace(self.state, training=self.state.covered)
-            with self._failing(job):
-                self._run(job)
-
-    @contextlib.contextmanager
-    def _failing(self, job: BlobJob) -> Iterator[None]:
-        """Make a job the one whose end counts; an error of the body ends it."""
-        self._job = job
-        try:
-            yield
-        except StateError as error:
-            self._on_event(Finished(job, None, str(error)))
-
-    def _run(self, job: BlobJob) -> None:
-        self.restoration.verify(job.required_blobs(self._task.manifest), at_once=True)
-        self._trainer.start(job)
-
-    def _leave_uncalibrated(self, job: BlobJob, reason: str) -> None:
-        self._calibration.postpone()
-        self.state = replace(self.state, training=None)
-        text = "head not calibrated: it stays in use as it is"
-        event(log, logging.WARNING, text, version=job.version - 1, reason=reason)
-
-    def _fail(self, reason: str) -> None:
-        members, now_s = self.state.training, self._store.clock.now_s()
-        self._step(rounds.TrainingFailed(now_s))
-        version, is_round = self.state.head_version + 1, self._settings.rounds is not None
-        event(
-            *(log, logging.ERROR, "closing a round failed" if is_round else "head training failed"),
-            version=None if is_round else version,
-            round=version - 1 if is_round else None,
-            failures=self.state.failures,
-            reason=reason,
-            retry=f"in {self.state.retry_s - now_s:.0f} s, with other submissions or at the next start",
-        )
-        with contextlib.suppress(StateError):  # the next start repeats it all the same
-            put_failure(self._store, self._task.digest, self.state, members or {}, reason)
+def _is_of(job: BlobJob, plan: HeadRecord) -> bool:
+    """Return True if a job is the training of a planned head."""
+    return (plan.state, plan.version, plan.attempt) == ("training", job.version, job.attempt)

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from aggregator.coordination.round_state import Entry
 from aggregator.intake.validation import read_message
 from aggregator.storage.store import Store
 from aggregator.storage.sum_lists import PendingList, SumLists, put_sums, sums_of, without_pending
@@ -68,7 +67,13 @@ class SecondOperatorLists:
         with self._store.transaction():  # `aggregator forget` changes those of other tasks
             put_sums(self._store.facts, lists)
 
-    def is_open(self, members: Mapping[str, Entry]) -> bool:
+    @property
+    def is_opened(self) -> bool:
+        """True if the second operator has opened the pending list."""
+        pending = self.stored.pending
+        return pending is not None and bool(pending.masks)
+
+    def is_open(self, members: Mapping[str, bytes]) -> bool:
         """Return True if the masks of a list that no head has are opened; otherwise make one of what is new.
 
         A list's submissions stay the same, whatever its devices do meanwhile.
@@ -98,7 +103,7 @@ class SecondOperatorLists:
                 submissions=tuple(masked[device] for device in chosen),
             )
             pending = PendingList(
-                members={device: members[device].digest.hex() for device in chosen},
+                members={device: members[device].hex() for device in chosen},
                 request=self._store.blobs.put(encode(request)).hex(),
                 requested_s=time.time(),
             )
@@ -106,7 +111,7 @@ class SecondOperatorLists:
             self._put(lists)
             event(log, logging.INFO, "sum requested from the second operator", devices=len(chosen))
         self._due_s = 0.0
-        return lists.pending is not None and bool(lists.pending.masks)
+        return self.is_opened
 
     def abandon(self, reason: str) -> None:
         """Leave the pending list out of all heads: its devices are in no other one of this task."""
@@ -116,8 +121,8 @@ class SecondOperatorLists:
             text, number = "list left out of all heads: start a new task", len(lists.pending.members)
             event(log, logging.ERROR, text, devices=number, reason=reason)
 
-    def _masked(self, device: str, entry: Entry) -> MaskedSubmission:
-        message = read_message(self._store.blobs.read(entry.digest))
+    def _masked(self, device: str, digest: bytes) -> MaskedSubmission:
+        message = read_message(self._store.blobs.read(digest))
         if not isinstance(message, Submission) or message.mask is UNSET:
             raise StateError(f"the stored submission of {device} has no mask")
         return MaskedSubmission(device=device, sequence=message.sequence, mask=message.mask)

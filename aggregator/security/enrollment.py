@@ -113,6 +113,8 @@ def enroll(  # noqa: PLR0913 - every option of the command line
             with store.transaction():
                 if known is not None and known.serial:
                     store.keys.revoke_certificate(known.serial, now_s=now_s)
+                if known is not None and not known.enrolled and store.keys.is_closed():
+                    store.submissions.count_again(device)
                 store.keys.enroll(device, public, serial=serial, now_s=now_s)
                 store.keys.close_fleet()
                 # Submissions signed with a revoked key may be an attacker's.

@@ -171,8 +171,9 @@ class Aggregator:
                 self._training.store_progress(figures)
             case Finished():
                 if self._training.finish(event):
-                    self._update_releases()  # the round's tensors are served before devices know of them
-                    self._announcements.open_round()
+                    self._update_releases(
+                        at_once=True
+                    )  # the round's tensors are served before devices know of them
             case ThreadFailed():
                 raise event
             case Stop():
@@ -192,6 +193,7 @@ class Aggregator:
             self._reload()
         self._announcements.restore()
         self._update_releases()
+        self._announcements.publish_new_round()
         self._announcements.publish_new_head()
         self._announcements.refresh()
         with self._uploads.guard():
@@ -206,16 +208,14 @@ class Aggregator:
     def _reload(self) -> None:
         """Return to the stored state after a stop; while it cannot be read, the intake stays stopped."""
         with self._uploads.guard():
-            self._training.reload()
-            self._releases.reload()
-        self._training.retry()
+            self._training.retry()
 
-    def _update_releases(self) -> None:
-        """Apply the newest head and the passing of time to the rollout, and to what the intake knows of it."""
+    def _update_releases(self, *, at_once: bool = False) -> None:
+        """Apply what has happened to the rollout, and to what the intake knows of it."""
         with self._uploads.guard():
-            self._releases.tick(self._training.state.head_version)
+            self._releases.tick(at_once=at_once)
             self._intake.view.heads = IntakeHeads(
-                newest=self._training.state.head_version,
+                newest=self._training.version,
                 retained=frozenset(self._releases.retained),
                 served=frozenset(self._releases.served),
             )

@@ -23,7 +23,7 @@ from protocol.log import event
 from protocol.mqtt.own_presence import Replaced, duplicate_of
 from protocol.storage.blobstore import state_errors
 from protocol.wire.codec import decode, encode
-from protocol.wire.messages import HeadManifest, Message, Presence, Reason
+from protocol.wire.messages import HeadManifest, Message, Presence, Reason, RoundManifest
 from protocol.wire.presence import Duplicate, Reaction
 from protocol.wire.topics import FleetChannel
 
@@ -50,6 +50,8 @@ class Announcements:
     _published: dict[FleetChannel, bytes] = field(default_factory=dict, init=False)
     _overwritten: dict[FleetChannel, bytes] = field(default_factory=dict, init=False)
     _head: HeadManifest | None = field(default=None, init=False)
+    _round: RoundManifest | None = field(default=None, init=False)
+    """The round that is published."""
     _broadcast_round: int | None = field(default=None, init=False)
     _repeat_s: float = field(default=0.0, init=False)
     """When the open round may be repeated, by `time.monotonic`."""
@@ -86,6 +88,10 @@ class Announcements:
             self._repeat_s = now_s + REPEAT_S
             self._publish("round")
 
+    def publish_new_round(self) -> None:
+        if self.training.round != self._round:
+            self.open_round()
+
     def publish_new_head(self) -> None:
         if self.releases.manifest != self._head:
             self._publish("head")
@@ -100,9 +106,11 @@ class Announcements:
         """Publish a signed manifest, or clear its topic if there is none; also while nothing can be stored."""
         if channel == "head":
             self._head = self.releases.manifest
+        if channel == "round":
+            self._round = self.training.round
         manifests: dict[FleetChannel, Message | None] = {
             "task": self.task.manifest,
-            "round": self.training.round,
+            "round": self._round,
             "head": self._head,
         }
         manifest = manifests[channel]

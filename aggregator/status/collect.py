@@ -1,10 +1,12 @@
 """Reads the status of a fleet from the state directory."""
 
+import math
 from collections import Counter
 
 from msgspec.structs import replace
 
 from aggregator.coordination import canary_rollout, round_state
+from aggregator.coordination.collection import closes_at_s, wanted_devices
 from aggregator.intake import intake_status
 from aggregator.intake.quotas import upload_tokens
 from aggregator.security.key_rotation import key_certificates, root_of
@@ -31,7 +33,7 @@ def collect_status(store: Store) -> model.Status:
 
 
 def _status(rows: Rows) -> model.Status:
-    store, served, collection = rows.store, rows.served, rows.collection
+    store, served = rows.store, rows.served
     settings, task = served.settings, served.digest
     devices, heads, files = tuple(devices_of(rows)), heads_of(rows), _current_files(rows)
     return model.Status(
@@ -51,15 +53,15 @@ def _status(rows: Rows) -> model.Status:
         counted="images" if served.counts_images else "prototypes",
         quorum=settings.quorum,
         retrain_after=settings.retrain_after,
-        training=rows.next_head.progress,
+        training=rows.planned.progress if rows.planned is not None else None,
         failed_training=_failed_training(rows),
         submissions=len(rows.submissions),
         lost_submissions=tuple(store.submissions.lost(task)),
         lost_files=(store.facts.get(LostFiles) or LostFiles(())).digests,
-        waiting=len(round_state.waiting(collection, settings)),
+        waiting=rows.collection.count,
         closes_at_s=_closes_at_s(rows),
         rate_limited_until_s=rows.rate_limited_until_s,
-        collection_problem=_collection_problem(collection, settings),
+        collection_problem=_collection_problem(rows),
         quotas=_quotas(rows),
         privacy=privacy_of(rows, devices),
         sums=second_operator_of(rows),
@@ -98,28 +100,29 @@ def _preparing(rows: Rows) -> str:
 
 
 def _failed_training(rows: Rows) -> model.FailedTraining | None:
-    failed = rows.next_head
-    if not failed.failures:
+    failed = rows.planned
+    if failed is None or not failed.failures:
         return None
     return model.FailedTraining(
         version=failed.version,
         failures=failed.failures,
-        reason=failed.reason,
+        reason=failed.problem,
         failed_s=failed.failed_s,
         retry_at_s=rows.store.clock.unix_s(failed.retry_s),
     )
 
 
 def _closes_at_s(rows: Rows) -> float | None:
-    closes_s = round_state.closes_at_s(rows.collection, rows.served.settings)
-    return None if closes_s is None else rows.store.clock.unix_s(closes_s)
+    closes_s = closes_at_s(rows.collection, rows.served.settings)
+    return None if math.isinf(closes_s) else rows.store.clock.unix_s(closes_s)
 
 
-def _collection_problem(state: round_state.State, settings: round_state.Settings) -> str:
-    enrolled, wanted = state.decisions.enrolled, round_state.wanted_devices(state, settings)
-    if enrolled is None or len(enrolled) >= wanted or round_state.is_over(state.head_version, settings):
+def _collection_problem(rows: Rows) -> str:
+    settings, version, enrolled = rows.served.settings, rows.collection.version, rows.decisions.enrolled
+    wanted = wanted_devices(version, settings)
+    if enrolled is None or len(enrolled) >= wanted or round_state.is_over(version, settings):
         return ""
-    name = "retrain_after" if state.head_version and settings.rounds is None else "quorum"
+    name = "retrain_after" if version and settings.rounds is None else "quorum"
     known = f"{counted(len(enrolled), 'device')} {'is' if len(enrolled) == 1 else 'are'} enrolled"
     return f"{name} {wanted} cannot be reached: {known}; enroll more or lower {name}"
 
@@ -138,17 +141,19 @@ def _quotas(rows: Rows) -> model.Quotas:
 
 
 def _round(rows: Rows) -> model.Round | None:
-    state, settings = rows.collection, rows.served.settings
+    settings, version = rows.served.settings, rows.collection.version
     if settings.rounds is None:
         return None
-    current = round_state.waiting(state, settings)
+    is_over = round_state.is_over(version, settings)
+    counting = {} if is_over else rows.counting
+    current = {device for device, record in counting.items() if record.entry.round == version}
     return model.Round(
-        number=state.head_version,
+        number=version,
         rounds=settings.rounds,
-        over=round_state.is_over(state.head_version, settings),
+        over=is_over,
         min_devices=settings.min_devices,
         devices=tuple(sorted(current)),
-        carried=tuple(sorted(round_state.counting(state, settings).keys() - current.keys())),
+        carried=tuple(sorted(counting.keys() - current)),
     )
 
 
@@ -173,7 +178,7 @@ def _rollout(rows: Rows) -> model.Rollout:
 def _coverage(rows: Rows) -> dict[str, model.Coverage]:
     prototypes, devices = Counter[int](), Counter[int]()
     for device, record in rows.submissions.items():
-        if rows.collection.decisions.counts(device):
+        if rows.decisions.counts(device):
             prototypes.update(record.per_class)
             devices.update(record.per_class.keys())
     return {

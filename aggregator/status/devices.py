@@ -125,7 +125,7 @@ def devices_of(rows: Rows) -> Iterator[Device]:
         yield Device(
             device=device,
             state=_REFUSED.get(refusal_reason(rows.keys.get(device), is_closed=is_closed), state),
-            counts=rows.collection.decisions.counts(device),
+            counts=rows.decisions.counts(device),
             seen_s=record.seen_s if record else None,
             runtime=info.runtime if info else None,
             backbones=tuple(each.hex() for each in info.backbones) if info else (),

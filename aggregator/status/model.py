@@ -19,7 +19,7 @@ from aggregator.status.forecast import Forecast
 from aggregator.status.heads import Head, of_current, of_newest
 from aggregator.status.privacy import NEARLY, Privacy, Sums
 from aggregator.storage.devices import ForgottenDevice, QuarantinedDevice, Refusal, UnixSeconds
-from aggregator.storage.stored_values import TrainingProgress
+from aggregator.storage.heads import TrainingProgress
 from aggregator.storage.submissions import LostSubmission
 from protocol.wire.presence import Duplicate
 

@@ -6,7 +6,6 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from aggregator.coordination import round_state
 from aggregator.status.devices import Device
 from aggregator.status.figures import Metric
 from aggregator.status.rows import Rows
@@ -99,7 +98,7 @@ def second_operator_of(rows: Rows) -> Sums | None:
         left_out=len(lists.devices) - lists.summed,
         requested=len(pending.members) if pending else 0,
         requested_s=pending.requested_s if pending and not pending.masks else None,
-        waiting=len(round_state.counting(rows.collection, served.settings).keys() - devices_of(lists)),
+        waiting=len(rows.counting.keys() - devices_of(lists)),
         problem=pending.problem if pending else "",
         left_out_reason=lists.problem,
     )

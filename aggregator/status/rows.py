@@ -5,13 +5,15 @@ from dataclasses import dataclass
 
 from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.registry import find_algorithm
-from aggregator.coordination import rollout_state, round_state
+from aggregator.coordination import rollout_state
+from aggregator.coordination.collection import Collection
+from aggregator.coordination.round_state import DeviceDecisions
 from aggregator.heads import operator_commands
 from aggregator.heads.head_rate import limited_until_s
 from aggregator.storage.devices import DeviceRecord, Key
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import NextHead, ServedTask
+from aggregator.storage.stored_values import ServedTask
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.errors import ConfigError
 from protocol.wire.messages import Evaluation
@@ -26,13 +28,17 @@ class Rows:
     is_running: bool
     submissions: Mapping[str, SubmissionRecord]
     """By device."""
-    collection: round_state.State
+    counting: Mapping[str, SubmissionRecord]
+    """Those of them that the next head would be made of."""
+    collection: Collection
+    decisions: DeviceDecisions
     devices: Mapping[str, DeviceRecord]
     keys: Mapping[str, Key]
     """By device."""
     heads: Sequence[HeadRecord]
     """Oldest first."""
-    next_head: NextHead
+    planned: HeadRecord | None
+    """The head that is planned or trained now."""
     rollout: rollout_state.State
     requested: int | None
     """The head that pending commands will make current."""
@@ -56,7 +62,8 @@ def read_rows(store: Store) -> Rows:
     served = store.served_task()
     task = served.digest
     heads, rollout = store.heads.all(task), store.heads.rollout(task)
-    submissions = store.submissions.all(task)
+    submissions, counted = store.submissions.all(task), store.submissions_of(task, served.settings)
+    version, up_to = (heads[-1].version, heads[-1].up_to) if heads else (0, 0)
     devices = {record.device: record for record in store.devices.all()}
     in_use = {rollout.current, rollout.trial.version if rollout.trial else 0}
     in_use |= {record.info.head_version for record in devices.values() if record.info is not None}
@@ -65,11 +72,13 @@ def read_rows(store: Store) -> Rows:
         served,
         is_running=store.database.is_locked(),
         submissions=submissions,
-        collection=store.round_state(task),
+        counting={device: submissions[device] for device in counted.members(version)},
+        collection=counted.read(version, up_to),
+        decisions=store.decisions(task),
         devices=devices,
         keys=store.keys.all(),
         heads=heads,
-        next_head=store.next_head(task, heads[-1].version + 1 if heads else 1),
+        planned=store.heads.planned(task),
         rollout=rollout,
         requested=operator_commands.commanded_version(store, task),
         rate_limited_until_s=limited_until_s(store, task, served.limits),

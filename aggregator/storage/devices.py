@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from aggregator.storage.changes import change
 from aggregator.storage.stored_values import ClosedFleet, EarlierRefusals
 from protocol.storage.facts import Facts, Tables
 from protocol.wire.messages import DeviceInfo, Reason
@@ -137,15 +138,19 @@ class DeviceKeys:
 
     def enroll(self, device: str, public: bytes, *, serial: str = "", now_s: float) -> None:
         """Store an enrolled device's key in place of its previous one."""
-        self._write(
-            "INSERT INTO keys VALUES (?, ?, 1, ?, ?, NULL) ON CONFLICT (device) DO UPDATE SET "
-            "public = excluded.public, enrolled = 1, since_s = excluded.since_s, serial = excluded.serial, "
-            "revoked_s = NULL",
-            *(device, public, now_s, serial),
-        )
+        with change(self._database):
+            self._write(
+                "INSERT INTO keys VALUES (?, ?, 1, ?, ?, NULL) ON CONFLICT (device) DO UPDATE SET "
+                "public = excluded.public, enrolled = 1, since_s = excluded.since_s, serial = excluded.serial, "
+                "revoked_s = NULL",
+                *(device, public, now_s, serial),
+            )
 
     def revoke(self, device: str, *, now_s: float) -> None:
-        self._write("UPDATE keys SET revoked_s = ? WHERE device = ? AND revoked_s IS NULL", *(now_s, device))
+        with change(self._database):
+            self._write(
+                "UPDATE keys SET revoked_s = ? WHERE device = ? AND revoked_s IS NULL", *(now_s, device)
+            )
 
     def reset(self, device: str) -> bool:
         """Delete a pinned key, so that the next one is pinned; returns False if the device has no pinned key.
@@ -159,8 +164,9 @@ class DeviceKeys:
         return True
 
     def close_fleet(self) -> None:
-        self._facts.put(ClosedFleet(time.time()))
-        self.drop_cache()
+        with change(self._database):
+            self._facts.put(ClosedFleet(time.time()))
+            self.drop_cache()
 
     def is_closed(self) -> bool:
         return self._read("SELECT 1 FROM facts WHERE name = ?", ClosedFleet.__name__, kind=bool)
@@ -343,30 +349,35 @@ class Quarantine:
 
     def add(self, task: bytes, device: str, *, reason: str, now_s: float) -> None:
         """Quarantine a device, also one that was released."""
-        self._database.write(
-            "INSERT INTO quarantine (task, device, since_s, reason) VALUES (?, ?, ?, ?) ON CONFLICT (task, device) "
-            "DO UPDATE SET reason = excluded.reason, released_s = NULL, "
-            "since_s = CASE WHEN quarantine.released_s IS NULL THEN quarantine.since_s ELSE excluded.since_s END",
-            *(task, device, now_s, reason),
-        )
+        with change(self._database):
+            self._database.write(
+                "INSERT INTO quarantine (task, device, since_s, reason) VALUES (?, ?, ?, ?) ON CONFLICT (task, device) "
+                "DO UPDATE SET reason = excluded.reason, released_s = NULL, "
+                "since_s = CASE WHEN quarantine.released_s IS NULL THEN quarantine.since_s ELSE excluded.since_s END",
+                *(task, device, now_s, reason),
+            )
 
     def release(self, task: bytes, device: str, *, now_s: float) -> None:
         """Train on a device's prototypes whatever outlier detection finds, until it is quarantined again."""
-        self._database.write(
-            "UPDATE quarantine SET released_s = ? WHERE task = ? AND device = ? AND released_s IS NULL",
-            *(now_s, task, device),
-        )
+        with change(self._database):
+            self._database.write(
+                "UPDATE quarantine SET released_s = ? WHERE task = ? AND device = ? AND released_s IS NULL",
+                *(now_s, task, device),
+            )
 
     def delete(self, task: bytes, device: str) -> None:
-        self._database.write("DELETE FROM quarantine WHERE task = ? AND device = ?", task, device)
+        with change(self._database):
+            self._database.write("DELETE FROM quarantine WHERE task = ? AND device = ?", task, device)
 
     def delete_revocation(self, device: str) -> None:
         """Delete a device's entries, of all tasks, that were made because its key was revoked."""
-        self._database.write("DELETE FROM quarantine WHERE device = ? AND reason = ?", device, REVOKED)
+        with change(self._database):
+            self._database.write("DELETE FROM quarantine WHERE device = ? AND reason = ?", device, REVOKED)
 
     def delete_findings(self, device: str) -> None:
         """Delete a device's entries, of all tasks, that were made because of what it has submitted."""
-        self._database.write("DELETE FROM quarantine WHERE device = ? AND reason != ?", device, REVOKED)
+        with change(self._database):
+            self._database.write("DELETE FROM quarantine WHERE device = ? AND reason != ?", device, REVOKED)
 
     def all(self, task: bytes) -> dict[str, QuarantinedDevice]:
         rows = self._database.read(
@@ -395,12 +406,13 @@ class ForgottenDevices:
     _database: Tables
 
     def put(self, task: bytes, forgotten: ForgottenDevice) -> None:
-        self._database.write(
-            "INSERT INTO forgotten (task, device, head, since_s) VALUES (?, ?, ?, ?) ON CONFLICT (task, device) "
-            "DO UPDATE SET head = CASE WHEN excluded.head > forgotten.head THEN excluded.head ELSE forgotten.head END, "
-            "since_s = excluded.since_s",
-            *(task, forgotten.device, forgotten.head, forgotten.since_s),
-        )
+        with change(self._database):
+            self._database.write(
+                "INSERT INTO forgotten (task, device, head, since_s) VALUES (?, ?, ?, ?) ON CONFLICT (task, device) "
+                "DO UPDATE SET since_s = excluded.since_s, "
+                "head = CASE WHEN excluded.head > forgotten.head THEN excluded.head ELSE forgotten.head END",
+                *(task, forgotten.device, forgotten.head, forgotten.since_s),
+            )
 
     def all(self, task: bytes) -> list[ForgottenDevice]:
         rows = self._database.read(

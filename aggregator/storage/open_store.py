@@ -64,6 +64,7 @@ class SqliteDatabase(Database):
             file,
             program="aggregator run",
             migrations=schema.MIGRATIONS,
+            base=schema.BASE_VERSION,
             read_only=read_only,
             lock=lock,
             holds_lock=holds_lock,

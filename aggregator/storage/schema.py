@@ -3,6 +3,8 @@
 MIGRATIONS = (
     """
     CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+    CREATE TABLE change_number (number INTEGER NOT NULL) STRICT;
+    INSERT INTO change_number VALUES (0);
     CREATE TABLE devices (
         device TEXT PRIMARY KEY, state TEXT NOT NULL DEFAULT 'unknown', seen_s REAL NOT NULL,
         info TEXT NOT NULL DEFAULT 'null'
@@ -12,10 +14,18 @@ MIGRATIONS = (
         device TEXT PRIMARY KEY, public BLOB NOT NULL, enrolled INTEGER NOT NULL, since_s REAL NOT NULL,
         serial TEXT NOT NULL DEFAULT '', revoked_s REAL
     ) STRICT;
+    CREATE INDEX revoked_keys ON keys (device) WHERE revoked_s IS NOT NULL;
     CREATE TABLE revoked_certificates (serial TEXT PRIMARY KEY, since_s REAL NOT NULL) STRICT;
     CREATE TABLE submissions (
-        task BLOB NOT NULL, device TEXT NOT NULL, digest BLOB NOT NULL, record TEXT NOT NULL,
-        PRIMARY KEY (task, device)
+        task BLOB NOT NULL, device TEXT NOT NULL, digest BLOB NOT NULL, changed INTEGER NOT NULL,
+        sequence INTEGER NOT NULL, round INTEGER NOT NULL, received_s REAL NOT NULL, size_bytes INTEGER NOT NULL,
+        images INTEGER NOT NULL, prototypes INTEGER NOT NULL, per_class TEXT NOT NULL, PRIMARY KEY (task, device)
+    ) STRICT;
+    CREATE INDEX submission_digests ON submissions (device, digest);
+    CREATE INDEX submission_changes ON submissions (task, changed);
+    CREATE INDEX submission_rounds ON submissions (task, round);
+    CREATE TABLE deletions (
+        task BLOB NOT NULL, device TEXT NOT NULL, number INTEGER NOT NULL, PRIMARY KEY (task, device)
     ) STRICT;
     CREATE TABLE lost_submissions (
         task BLOB NOT NULL, device TEXT NOT NULL, digest BLOB NOT NULL, since_s REAL NOT NULL,
@@ -23,14 +33,16 @@ MIGRATIONS = (
     ) STRICT;
     CREATE TABLE evaluations (
         task BLOB NOT NULL, device TEXT NOT NULL, head_version INTEGER NOT NULL, digest BLOB NOT NULL,
-        received_s REAL NOT NULL, message TEXT NOT NULL, PRIMARY KEY (task, device, head_version)
+        received_s REAL NOT NULL, message TEXT NOT NULL, correct INTEGER NOT NULL,
+        images INTEGER NOT NULL, previous_correct INTEGER, problem TEXT NOT NULL,
+        PRIMARY KEY (task, device, head_version)
     ) STRICT;
-    CREATE INDEX submission_digests ON submissions (device, digest);
     CREATE INDEX evaluation_digests ON evaluations (device, digest);
     CREATE TABLE heads (
-        task BLOB NOT NULL, version INTEGER NOT NULL, record TEXT NOT NULL, PRIMARY KEY (task, version)
+        task BLOB NOT NULL, version INTEGER NOT NULL, state TEXT NOT NULL, started_s REAL NOT NULL,
+        record TEXT NOT NULL, PRIMARY KEY (task, version)
     ) STRICT;
-    CREATE TABLE rollouts (task BLOB PRIMARY KEY, state TEXT NOT NULL) STRICT;
+    CREATE UNIQUE INDEX planned_heads ON heads (task) WHERE state IN ('planned', 'training');
     CREATE TABLE quarantine (
         task BLOB NOT NULL, device TEXT NOT NULL, since_s REAL NOT NULL, reason TEXT NOT NULL, released_s REAL,
         PRIMARY KEY (task, device)
@@ -47,36 +59,13 @@ MIGRATIONS = (
         detail TEXT NOT NULL, PRIMARY KEY (device, reason)
     ) STRICT;
     """,
-    """
-    CREATE TABLE jobs (
-        number INTEGER PRIMARY KEY, task BLOB NOT NULL, kind TEXT NOT NULL, job TEXT NOT NULL,
-        digest BLOB NOT NULL UNIQUE, timeout_s REAL NOT NULL, created_s REAL NOT NULL,
-        state TEXT NOT NULL DEFAULT 'waiting', worker TEXT NOT NULL DEFAULT '', attempt INTEGER NOT NULL DEFAULT 0,
-        lost INTEGER NOT NULL DEFAULT 0, lease_until_s REAL NOT NULL DEFAULT 0, progress TEXT NOT NULL DEFAULT '{}',
-        files TEXT NOT NULL DEFAULT '{}', outcome TEXT NOT NULL DEFAULT ''
-    ) STRICT;
-    """,
-    """
-    ALTER TABLE submissions ADD COLUMN changed INTEGER NOT NULL DEFAULT 0;
-    ALTER TABLE evaluations ADD COLUMN changed INTEGER NOT NULL DEFAULT 0;
-    CREATE TABLE deletions (
-        task BLOB NOT NULL, device TEXT NOT NULL, number INTEGER NOT NULL, PRIMARY KEY (task, device)
-    ) STRICT;
-    CREATE INDEX submission_changes ON submissions (changed);
-    CREATE INDEX evaluation_changes ON evaluations (changed);
-    CREATE INDEX deletion_numbers ON deletions (number);
-    """,
-    """
-    ALTER TABLE submissions ADD COLUMN size_bytes INTEGER NOT NULL DEFAULT 0;
-    UPDATE submissions SET size_bytes = json_extract(record, '$.size_bytes');
-    """,
-    """
-    CREATE TABLE receivers (name TEXT PRIMARY KEY, reports INTEGER NOT NULL, record TEXT NOT NULL) STRICT;
-    """,
-    """
-    DROP TABLE jobs;
-    DROP TABLE receivers;
-    DELETE FROM facts WHERE name IN ('IntakeHeads', 'IntakeTask', 'RoundRequest', 'Traffic', 'UnusedBytes');
-    """,
 )
-"""SQL scripts, each from one schema version to the next."""
+"""SQL scripts, each from one schema version to the next, beginning with `BASE_VERSION`."""
+
+BASE_VERSION = 6
+"""The last schema version of which no state is carried over."""
+
+
+def newest_version() -> int:
+    """Return the schema version after all scripts."""
+    return BASE_VERSION + len(MIGRATIONS)

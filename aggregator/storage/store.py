@@ -1,17 +1,20 @@
 """The aggregator's state directory: tables and blobs."""
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from aggregator.coordination.round_state import DeviceDecisions, Entry, State
+import msgspec
+
+from aggregator.coordination.round_state import DeviceDecisions, Settings
 from aggregator.storage.blobs import Blobs
+from aggregator.storage.changes import newest_change
+from aggregator.storage.counted_submissions import CountedSubmissions
 from aggregator.storage.devices import REVOKED, DeviceKeys, Devices, ForgottenDevices, Quarantine, Refusals
-from aggregator.storage.heads import Evaluations, Heads, OperatorCommands
-from aggregator.storage.stored_values import LostFiles, NextHead, ServedTask, TaskPreparation
-from aggregator.storage.submissions import SubmissionChanges, Submissions, newest_change
+from aggregator.storage.heads import Evaluations, HeadRecord, Heads, OperatorCommands
+from aggregator.storage.stored_values import LostFiles, ServedTask, TaskPreparation
+from aggregator.storage.submissions import Submissions
 from protocol.errors import StateError
 from protocol.storage.blobstore import state_errors
 from protocol.storage.elapsed_clock import ElapsedClock
@@ -70,9 +73,11 @@ class Store:
         self.submissions = Submissions(database)
         self.evaluations = Evaluations(database)
         self.forgotten = ForgottenDevices(database)
-        self.heads = Heads(database, self.forgotten)
+        self.heads = Heads(database, self.forgotten, self.evaluations)
         self.quarantine = Quarantine(database)
         self.commands = OperatorCommands(database)
+        self._members: tuple[bytes, dict[str, bytes]] = b"", {}
+        """Those of the last head that was asked for."""
 
     def close(self) -> None:
         self.database.close()
@@ -134,55 +139,30 @@ class Store:
             data = file.read_bytes()
         return self.put_blob(data, name or file.name)
 
-    def round_state(self, task: bytes) -> State:
-        heads = self.heads.all(task)
-        newest = heads[-1] if heads else None
-        version = newest.version if newest else 0
-        covered = {**newest.members, **newest.quarantined} if newest else {}
-        following = self.next_head(task, version + 1)
-        return State(
-            submissions=self.entries(task),
-            covered={
-                device: Entry(sequence=0, digest=bytes.fromhex(digest), received_s=0.0)
-                for device, digest in covered.items()
-            },
-            training=following.members or None,
-            failures=following.failures,
-            head_version=version,
-            excluded=frozenset(newest.quarantined if newest else ()),
-            decisions=self.decisions(task),
-        )
+    def submissions_of(self, task: bytes, settings: Settings) -> CountedSubmissions:
+        """Return the submissions that count for the next head of a task."""
+        return CountedSubmissions(self.database, task, settings, is_closed=self.keys.is_closed())
 
-    def entries(self, task: bytes) -> dict[str, Entry]:
-        """Return the newest submission of each device.
+    def put_members(self, members: Mapping[str, bytes]) -> bytes:
+        """Store the digests of submissions by device; return the digest of the blob."""
+        named = {device: digest.hex() for device, digest in members.items()}
+        return self.blobs.put(msgspec.json.encode(named))
 
-        None has arrived later than now, although a reboot may set the clock back.
+    def members(self, head: HeadRecord) -> dict[str, bytes]:
+        """Return the digests of the submissions that a head was planned of, by device in order.
+
+        Raises:
+            BlobLost: they are lost.
+            StateError: they cannot be read, or another head has been made since.
         """
-        return {device: self._arrived(record.entry) for device, record in self.submissions.all(task).items()}
-
-    def submission_changes(self, task: bytes, *, since: int) -> SubmissionChanges:
-        """Return what has changed in the submissions to a task after change number `since`, as `entries` does."""
-        changes = self.submissions.changes(task, since=since)
-        records = {
-            device: replace(record, entry=self._arrived(record.entry))
-            for device, record in changes.records.items()
-        }
-        return replace(changes, records=records)
+        if self._members[0] != head.members:
+            named = msgspec.json.decode(self.blobs.read(head.members), type=dict[str, str])
+            self._members = head.members, {device: bytes.fromhex(digest) for device, digest in named.items()}
+        return self._members[1]
 
     def newest_change(self) -> int:
         """Return the number of the last change, before what is read next."""
         return newest_change(self.database)
-
-    def _arrived(self, entry: Entry) -> Entry:
-        return (
-            entry if entry.received_s <= (now_s := self.clock.now_s()) else replace(entry, received_s=now_s)
-        )
-
-    def next_head(self, task: bytes, version: int) -> NextHead:
-        """Return what is known of the training of a head that is not trained yet."""
-        stored = self.facts.get(NextHead)
-        is_of = stored is not None and (stored.task, stored.version) == (task, version)
-        return stored if stored is not None and is_of else NextHead(task, version)
 
     def decisions(self, task: bytes) -> DeviceDecisions:
         """Return which devices count, by their keys and the quarantine."""

@@ -55,43 +55,6 @@ class ManifestNumbers(msgspec.Struct, frozen=True):
     key: str
 
 
-class TrainingProgress(msgspec.Struct, frozen=True):
-    """The running training of a head."""
-
-    version: int
-    epoch: int = 0
-    epochs: int | None = None
-    loss: float | None = None
-
-
-class NextHead(msgspec.Struct, frozen=True):
-    """The training of the head after the newest one, as a restart and `status` need it."""
-
-    task: bytes
-    version: int
-    members: Mapping[str, round_state.Entry] = msgspec.field(default_factory=dict)
-    """The submissions of a training that has started or failed, which a restart repeats; empty without one."""
-    is_running: bool = False
-    """It has neither ended nor been stopped."""
-    progress: TrainingProgress | None = None
-    failures: int = 0
-    """Trainings of this head that have failed."""
-    reason: str = ""
-    """Why the last one has failed."""
-    failed_s: float = 0.0
-    """Unix seconds."""
-    retry_s: float = 0.0
-    """The time of the next attempt, as in `round_state.State`."""
-
-
-class TrainingTokens(msgspec.Struct, frozen=True):
-    """The bucket of `limits.heads_per_hour`: the trainings left after the last one, and its time (elapsed seconds)."""
-
-    task: bytes
-    left: float
-    at_s: float
-
-
 class UploadTokens(msgspec.Struct, frozen=True):
     """The bucket of `limits.uploads_per_hour`: the uploads left after the last one, and its time (elapsed seconds)."""
 

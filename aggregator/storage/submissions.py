@@ -1,40 +1,24 @@
-"""Accepted submissions, of which the newest per device and task counts, and the numbers of changes.
-
-A process reads from the tables only what others have changed since the last number that it has seen. Write
-transactions run one after the other, so that a greater number is a later one. No number is used again: what is deleted
-leaves its row in the table `deletions`, or raises the number of that table's row without a device.
-"""
+"""Accepted submissions, of which the newest per device and task counts."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from aggregator.coordination.round_state import Entry
+from aggregator.storage.changes import change
 from aggregator.storage.devices import UnixSeconds
 from protocol.storage.facts import Tables
 
-_NEWEST = (
-    "SELECT coalesce(max(number), 0) AS number FROM (SELECT max(changed) AS number FROM submissions "
-    "UNION ALL SELECT max(changed) FROM evaluations UNION ALL SELECT max(number) FROM deletions) AS every"
+_COLUMNS = "device, digest, sequence, round, received_s, size_bytes, images, prototypes, per_class"
+
+_PUT = (
+    f"INSERT INTO submissions (task, changed, {_COLUMNS}) VALUES ({', '.join('?' * 11)}) "  # noqa: S608 - of the schema
+    f"ON CONFLICT (task, device) DO UPDATE SET changed = excluded.changed, "
+    + ", ".join(f"{name} = excluded.{name}" for name in _COLUMNS.split(", ")[1:])
 )
-
-NEXT_CHANGE = f"(SELECT number + 1 FROM ({_NEWEST}) AS newest)"  # noqa: S608 - of the schema
-"""The number of the change that a statement makes, as a part of the statement."""
-
-_LATER = "ON CONFLICT (task, device) DO UPDATE SET number = excluded.number"
-
-
-def newest_change(database: Tables) -> int:
-    """Return the number of the last change; 0 if there was none."""
-    return int(database.read(_NEWEST)[0][0])
-
-
-def retire_number(database: Tables) -> None:
-    """Let no later change have the number of the last one, before rows are deleted, in one transaction."""
-    database.write(f"INSERT INTO deletions VALUES (?, '', {NEXT_CHANGE}) {_LATER}", b"")  # noqa: S608 - of the schema
 
 
 @dataclass(frozen=True)
@@ -48,18 +32,6 @@ class SubmissionRecord:
     prototypes: int
     per_class: Mapping[int, int]
     """Prototypes per class index; images, where the submission has class sums or the task accepts blocks."""
-
-
-@dataclass(frozen=True)
-class SubmissionChanges:
-    """Changes of the submissions to a task since an earlier change."""
-
-    records: Mapping[str, SubmissionRecord]
-    """New or replaced submissions, by device."""
-    deleted: frozenset[str]
-    """Devices whose submission was deleted, and who have not submitted since."""
-    newest: int
-    """The number of the change from which to read the next time."""
 
 
 class LostSubmission(msgspec.Struct, frozen=True):
@@ -78,16 +50,15 @@ class Submissions:
 
     def put(self, task: bytes, record: SubmissionRecord) -> None:
         """Store a device's submission in place of its previous one, or of one that was lost."""
-        self._database.write(
-            "DELETE FROM lost_submissions WHERE task = ? AND device = ?", task, record.device
-        )
-        self._database.write(
-            "INSERT INTO submissions (task, device, digest, record, size_bytes, changed) "  # noqa: S608 - of the schema
-            f"VALUES (?, ?, ?, ?, ?, {NEXT_CHANGE}) ON CONFLICT (task, device) DO UPDATE SET digest = excluded.digest, "
-            "record = excluded.record, size_bytes = excluded.size_bytes, changed = excluded.changed",
-            *(task, record.device, record.entry.digest, msgspec.json.encode(record).decode()),
-            record.size_bytes,
-        )
+        entry, per_class = record.entry, msgspec.json.encode(record.per_class).decode()
+        with change(self._database) as number:
+            self._database.write(
+                "DELETE FROM lost_submissions WHERE task = ? AND device = ?", task, record.device
+            )
+            self._database.write(
+                *(_PUT, task, number, record.device, entry.digest, entry.sequence, entry.round),
+                *(entry.received_s, record.size_bytes, record.images, record.prototypes, per_class),
+            )
 
     def adopt(
         self,
@@ -122,15 +93,14 @@ class Submissions:
         return self._records("task = ? AND device = ?", task, device).get(device)
 
     def _records(self, clauses: str, *values: Any) -> dict[str, SubmissionRecord]:
-        query = f"SELECT device, record FROM submissions WHERE {clauses}"  # noqa: S608 - of this class
-        rows = self._database.read(query, *values)
-        return {device: self._database.decode(record, SubmissionRecord) for device, record in rows}
+        query = f"SELECT {_COLUMNS} FROM submissions WHERE {clauses}"  # noqa: S608 - of this class
+        return {row[0]: self._record(row) for row in self._database.read(query, *values)}
 
-    def changes(self, task: bytes, *, since: int) -> SubmissionChanges:
-        """Return what has changed after change number `since`; some of it may be returned again by the next call."""
-        newest = newest_change(self._database)
-        records = self._records("task = ? AND changed > ? ORDER BY changed", task, since)
-        return SubmissionChanges(records, self.deleted(task, since=since), newest)
+    def _record(self, row: tuple[Any, ...]) -> SubmissionRecord:
+        device, digest, sequence, number, received_s, size_bytes, images, prototypes, per_class = row
+        entry = Entry(sequence, digest, received_s, number)
+        counts = self._database.decode(per_class, dict[int, int])
+        return SubmissionRecord(device, entry, size_bytes, images, prototypes, counts)
 
     def deleted(self, task: bytes, *, since: int) -> frozenset[str]:
         """Return the devices whose submission was deleted after change number `since`, and is still missing."""
@@ -140,6 +110,13 @@ class Submissions:
             *(task, since),
         )
         return frozenset(device for (device,) in rows)
+
+    def digests(self, task: bytes, oldest_round: int) -> set[bytes]:
+        """Return the digests of the submissions to a task, from a round on."""
+        rows = self._database.read(
+            "SELECT digest FROM submissions WHERE task = ? AND round >= ?", task, oldest_round
+        )
+        return {digest for (digest,) in rows}
 
     def digests_of_other_tasks(self, task: bytes) -> set[bytes]:
         """Return the digests of the submissions to all tasks but this one."""
@@ -155,9 +132,9 @@ class Submissions:
 
     def delete_task(self, task: bytes) -> None:
         """Delete all submissions and evaluations of a task, in a transaction of the caller."""
-        retire_number(self._database)
-        for table in ("submissions", "lost_submissions", "evaluations"):
-            self._database.write(f"DELETE FROM {table} WHERE task = ?", task)  # noqa: S608 - one of three
+        with change(self._database):
+            for table in ("submissions", "lost_submissions", "evaluations"):
+                self._database.write(f"DELETE FROM {table} WHERE task = ?", task)  # noqa: S608 - one of three
 
     def of_device(self, device: str) -> list[tuple[bytes, bytes]]:
         """Return the tasks and digests of a device's submissions, those that are lost included."""
@@ -173,14 +150,15 @@ class Submissions:
     def delete(self, device: str, task: bytes | None = None) -> None:
         """Delete a device's submission to a task, or all and those that are lost, in a transaction of the caller."""
         which = device, task or b"", task is None
-        self._database.write(
-            f"INSERT INTO deletions SELECT task, device, {NEXT_CHANGE} FROM submissions "  # noqa: S608 - of the schema
-            f"WHERE device = ? AND (task = ? OR ?) {_LATER}",
-            *which,
-        )
-        self._database.write("DELETE FROM submissions WHERE device = ? AND (task = ? OR ?)", *which)
-        if task is None:
-            self._database.write("DELETE FROM lost_submissions WHERE device = ?", device)
+        with change(self._database) as number:
+            self._database.write(
+                "INSERT INTO deletions SELECT task, device, ? FROM submissions WHERE device = ? AND (task = ? OR ?) "
+                "ON CONFLICT (task, device) DO UPDATE SET number = excluded.number",
+                *(number, *which),
+            )
+            self._database.write("DELETE FROM submissions WHERE device = ? AND (task = ? OR ?)", *which)
+            if task is None:
+                self._database.write("DELETE FROM lost_submissions WHERE device = ?", device)
 
     def add_lost(self, task: bytes, device: str, digest: bytes, *, now_s: float) -> None:
         self._database.write(
@@ -198,11 +176,9 @@ class Submissions:
 
     def reset_sequence(self, device: str) -> None:
         """Let the device's next submission replace the stored ones whatever its sequence number."""
-        rows = self._database.read("SELECT task, record FROM submissions WHERE device = ?", device)
-        for task, text in rows:
-            record = self._database.decode(text, SubmissionRecord)
-            record = replace(record, entry=replace(record.entry, sequence=0))
-            self._database.write(
-                f"UPDATE submissions SET record = ?, changed = {NEXT_CHANGE} WHERE task = ? AND device = ?",  # noqa: S608
-                *(msgspec.json.encode(record).decode(), task, device),
-            )
+        self._database.write("UPDATE submissions SET sequence = 0 WHERE device = ?", device)
+
+    def count_again(self, device: str) -> None:
+        """Let a device's submissions be new ones, which the next head is made of: they count from now on."""
+        with change(self._database) as number:
+            self._database.write("UPDATE submissions SET changed = ? WHERE device = ?", number, device)

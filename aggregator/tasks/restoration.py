@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 
-from aggregator.coordination.round_state import Entry
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import LostFiles
 from aggregator.tasks.retention import needed_blobs
@@ -138,27 +137,20 @@ class LostSubmissions:
         self._store = store
         self._request_s = 0.0
 
-    def remove(self, members: Mapping[str, Entry]) -> dict[str, bytes]:
-        """Delete the submissions whose blobs are missing; return their devices and digests. Raises StateError.
-
-        A training, which verifies the blobs as it reads them, has moved the damaged ones to another folder.
-        """
-        lost = {
-            device: entry.digest for device, entry in members.items() if entry.digest not in self._store.blobs
-        }
+    def remove(self, lost: Mapping[str, bytes]) -> None:
+        """Delete submissions whose blobs are missing or damaged; raises StateError."""
         if not lost:
-            return {}
+            return
         with self._store.transaction():
-            stored = self._store.submissions.all(self._task)
             for device, digest in lost.items():
-                if device in stored and stored[device].entry.digest == digest:
+                stored = self._store.submissions.get(self._task, device)
+                if stored is not None and stored.entry.digest == digest:
                     self._store.submissions.delete(device, self._task)
                     self._store.submissions.add_lost(self._task, device, digest, now_s=time.time())
         for device, digest in lost.items():
             text = "submission lost from disk, requesting it again: check the disk"
             event(log, logging.ERROR, text, device=device, digest=digest)
         self._request_s = 0.0
-        return lost
 
     def requests(self) -> list[tuple[str, Receipt]]:
         """Return the devices to ask now, and what to send them: a device answers with the query of an upload."""

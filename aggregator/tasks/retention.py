@@ -1,19 +1,19 @@
 """Rules for what is kept: what devices are served, what a later head is made of, and earlier tasks for a while."""
 
+import contextlib
 import logging
 from collections.abc import Sequence
-from itertools import groupby
 
 from msgspec.structs import replace
 
-from aggregator.coordination import rollout_state
-from aggregator.coordination.round_state import still_counts
+from aggregator.coordination import rollout_state, round_state
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import CompiledGraphs, NotServed
 from aggregator.storage.sum_lists import blobs_of_lists, put_sums, sums_of, sums_of_tasks
 from aggregator.tasks.graph_cache import known_graphs
 from aggregator.tasks.task_preparation import Task
+from protocol.errors import BlobLost
 from protocol.log import event
 
 log = logging.getLogger(__name__)
@@ -30,14 +30,13 @@ def served_blobs(task: Task, heads: Sequence[HeadRecord], state: rollout_state.S
 
 def needed_blobs(task: Task, store: Store) -> set[bytes]:
     """Return the digests of the blobs that must not be deleted."""
-    state, settings = store.round_state(task.digest), task.file.settings
-    heads = sorted(store.heads.all(), key=lambda head: head.task)
-    # Other tasks may be served again.
-    retained = [
-        head
-        for other, of_task in groupby(heads, key=lambda head: head.task)
-        for head in _retained(list(of_task), store.heads.rollout(other))
-    ]
+    retained, named = list[HeadRecord](), store.heads.all_planned()
+    digests = {digest for head in named for digest in _members(head, store)}
+    for other in {head.task for head in store.heads.all()} | {task.digest}:  # they may be served again
+        heads = store.heads.all(other)
+        retained += _retained(heads, store.heads.rollout(other))
+        named += heads[-1:]
+    newest = store.heads.newest(task.digest)
     return (
         task.blobs
         | {task.digest, *(task.manifest.continues or ())}
@@ -45,12 +44,9 @@ def needed_blobs(task: Task, store: Store) -> set[bytes]:
         | {digest for head in retained for digest in (head.digest, head.file)}
         | _tensors(retained)
         | {graph.digest for graphs in known_graphs(store).values() for graph in graphs.values()}
-        | {
-            entry.digest
-            for entry in state.submissions.values()
-            if still_counts(entry, state.head_version, settings)
-        }
-        | {entry.digest for entry in (state.training or {}).values()}
+        | store.submissions.digests(task.digest, _oldest_round(newest, task.file.settings))
+        | digests
+        | {head.members for head in named}
         | store.submissions.digests_of_other_tasks(task.digest)
         | {digest for lists in sums_of_tasks(store.facts).values() for digest in blobs_of_lists(lists)}
     )
@@ -99,20 +95,37 @@ def delete_carried_submissions(task: Task, store: Store) -> None:
 
     They were deleted when all rounds were over, before the task got more rounds.
     """
-    state, settings = store.round_state(task.digest), task.file.settings
-    present = set(store.blobs.digests())  # faster than a question for each
+    settings, newest = task.file.settings, store.heads.newest(task.digest)
+    if settings.rounds is None or newest is None:
+        return
+    oldest, present = (
+        _oldest_round(newest, settings),
+        set(store.blobs.digests()),
+    )  # faster than a question for each
     missing = [
         device
-        for device, entry in state.submissions.items()
-        if entry.digest not in present
-        and still_counts(entry, state.head_version, settings)
-        and settings.rounds is not None
-        and entry.round < state.head_version
+        for device, record in store.submissions.all(task.digest).items()
+        if record.entry.digest not in present and oldest <= record.entry.round < newest.version
     ]
     if missing:
         with store.transaction():
             for device in missing:
                 store.submissions.delete(device, task.digest)
+
+
+def _oldest_round(newest: HeadRecord | None, settings: round_state.Settings) -> int:
+    """Return the oldest round whose submissions may count."""
+    if settings.rounds is None or newest is None:
+        return 0
+    if round_state.is_over(newest.version, settings):
+        return newest.version + 1
+    return newest.version - settings.staleness
+
+
+def _members(head: HeadRecord, store: Store) -> set[bytes]:
+    with contextlib.suppress(BlobLost):
+        return set(store.members(head).values())
+    return set()
 
 
 def _retained(heads: Sequence[HeadRecord], state: rollout_state.State) -> list[HeadRecord]:

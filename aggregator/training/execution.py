@@ -17,7 +17,7 @@ import msgspec
 
 from aggregator.cluster_modules import ENGINES, cluster_module
 from aggregator.storage.blobs import open_blobs
-from aggregator.training.jobs import RESULT_FILE, Job, Kind, Result, Workspace
+from aggregator.training.jobs import RESULT_FILE, Failure, Job, Kind, Result, Workspace, failure_of
 from protocol.errors import ProtofleetError
 from protocol.storage.blobstore import write_atomically
 
@@ -45,10 +45,15 @@ def main() -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE, encoding="ascii")
     folder, blobs, engine = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    job: Job = msgspec.json.decode((folder / JOB_FILE).read_bytes(), type=Kind)
+    result: Result | Failure
     try:
         run = execute if engine == "local" else cluster_module(ENGINES, engine).execute
-        job: Job = msgspec.json.decode((folder / JOB_FILE).read_bytes(), type=Kind)
-        result: Result = run(job, Workspace(open_blobs(blobs), folder, _write_progress))
+        workspace = Workspace(open_blobs(blobs), folder, _write_progress)
+        try:
+            result = run(job, workspace)
+        except ProtofleetError as error:
+            result = failure_of(job, workspace.blobs, error)
         write_atomically(folder / RESULT_FILE, msgspec.json.encode(result))
     except ProtofleetError as error:
         sys.stderr.write(f"{error}\n")

@@ -11,12 +11,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from aggregator.training.execution import JOB_FILE
-from aggregator.training.jobs import Job, Result, read_result
+from aggregator.training.jobs import Failure, Job, Result, read_result
 from protocol.errors import ProtofleetError, ThreadFailed
 from protocol.storage.blobstore import state_errors, write_atomically
 from protocol.threads import start_thread
@@ -47,6 +47,9 @@ class Finished:
     job: Job
     result: Result | None
     reason: str = ""
+    kind: Literal["error", "lost", "list"] = "error"
+    lost: tuple[str, ...] = ()
+    """Hex digests of lost submissions, as in `Failure`."""
     is_killed: bool = False
     """True if a signal has ended it, not an error of its own."""
 
@@ -137,7 +140,12 @@ class Trainer:
             limit.cancel()
         folder = self._folder / job.name
         try:
-            self._on_event(Finished(job, read_result(folder)))
+            result = read_result(folder)
+            self._on_event(
+                Finished(job, None, result.reason, kind=result.kind, lost=result.lost)
+                if isinstance(result, Failure)
+                else Finished(job, result)
+            )
         except ProtofleetError as error:
             self._on_event(Finished(job, None, str(error)))
         except OSError:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -58,6 +58,8 @@ class BlobJob(Job, frozen=True, kw_only=True):
     """The job makes another version of the newest head, and is not repeated if it fails."""
 
     version: int
+    attempt: int = 0
+    """The number of the training of this head, from 1."""
     task: str
     """Hex digest of the task manifest, a blob."""
     feature_size: int
@@ -295,9 +297,6 @@ FEW_IMAGES = 25
 
 RESULT_FILE = "result.json"
 
-UNUSABLE = "a list of the second operator cannot be used"
-"""Begins the reason for which a list is left out of all heads."""
-
 HEAD_FILE = "head.onnx"
 MODEL_FILE = "model.onnx"
 TENSORS_FILE = "tensors.bin"
@@ -311,7 +310,33 @@ Kind = HeadJob | StatisticsJob | NoisySumsJob | RoundJob | CalibrationJob | Comp
 Part = TypeVar("Part")
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class ListUnusable(ProtofleetError):
+    """A list that a second operator has opened cannot be used, and is left out of all heads."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"a list of the second operator cannot be used: {reason}")
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Why a job has made nothing."""
+
+    reason: str
+    kind: Literal["error", "lost", "list"] = "error"
+    """A list that cannot be used, submissions that are lost, or anything else."""
+    lost: tuple[str, ...] = ()
+    """Hex digests of the lost submissions."""
+
+
+def failure_of(job: Job, blobs: Blobs, error: ProtofleetError) -> Failure:
+    """Return the failure of a job that an error has ended."""
+    if isinstance(error, BlobLost) and isinstance(job, SubmissionsJob):
+        # Reading has moved damaged ones to another folder.
+        lost = tuple(digest for digest in job.members.values() if bytes.fromhex(digest) not in blobs)
+        return Failure(reason=str(error), kind="lost" if lost else "error", lost=lost)
+    return Failure(reason=str(error), kind="list" if isinstance(error, ListUnusable) else "error")
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A job's result beside its files."""
 
     metrics: dict[str, float]
@@ -360,7 +385,7 @@ def write_head(head: bytes, manifest: TaskManifest, workspace: Workspace) -> Non
         write_atomically(workspace.folder / MODEL_FILE, fuse(backbones, head))
 
 
-def read_result(folder: Path) -> Result:
+def read_result(folder: Path) -> Result | Failure:
     """Return what a job has written.
 
     Raises:
@@ -369,6 +394,6 @@ def read_result(folder: Path) -> Result:
     """
     data = (folder / RESULT_FILE).read_bytes()
     try:
-        return msgspec.json.decode(data, type=Result)
+        return msgspec.json.decode(data, type=Result | Failure)
     except msgspec.MsgspecError as error:
         raise ProtofleetError(f"invalid {RESULT_FILE}: {error}") from error

@@ -15,7 +15,7 @@ from aggregator.intake.validation import Expectation, check_noisy_sums
 from aggregator.training.head_job import write_checked
 from aggregator.training.jobs import (
     TOTAL_FILE,
-    UNUSABLE,
+    ListUnusable,
     NoisySumsJob,
     Result,
     Workspace,
@@ -117,8 +117,8 @@ def _opened(job: NoisySumsJob, workspace: Workspace, expectation: Expectation, s
             part = check_noisy_sums(submission, expectation)
             masked += np.concatenate([part.counts, part.sums.ravel(), part.second_moment])
     except BlobLost as error:
-        raise ProtofleetError(
-            f"{UNUSABLE}: a submission is lost, and the second operator opens no other list with its devices: {error}"
+        raise ListUnusable(
+            f"a submission is lost, and the second operator opens no other list with its devices: {error}"
         ) from error
     reply = blobs.read(bytes.fromhex(job.masks))
     masks = decode(reply, SumReply, max_bytes=len(reply)).masks
@@ -142,8 +142,8 @@ def require_no_wrap(counts: NDArray[np.int64], *, noise_multiplier: float) -> No
     noise = LARGEST * deviations(noise_multiplier)["sums"]
     most = int((2**31 - noise) / (UNITS * MAX_VALUE))
     if (images := int(counts.sum()) // UNITS) > most:
-        raise ProtofleetError(
-            f"{UNUSABLE}: its devices have {images} images together, and sums of more than {most} can wrap around: "
+        raise ListUnusable(
+            f"its devices have {images} images together, and sums of more than {most} can wrap around: "
             "divide the devices among several fleets"
         )
 
@@ -171,7 +171,7 @@ def _require_laws(total: NoisyTotal) -> None:
     scale, size = deviations(total.noise_multiplier), total.sums.shape[1]
     squares = np.diag(from_triangle(total.second_moment, size))
     if total.counts.min() < -LARGEST * scale["counts"] or squares.min() < -LARGEST * scale["squares"]:
-        raise ProtofleetError(
-            f"{UNUSABLE}: no images have such sums: a device has lied, or the second operator, whose signature "
+        raise ListUnusable(
+            "no images have such sums: a device has lied, or the second operator, whose signature "
             "is stored, or the devices of a list have more than 130,000 images"
         )

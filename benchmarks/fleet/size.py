@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from aggregator.storage.open_store import open_store
 from benchmarks.fleet.load.programs import Programs, require, until
@@ -123,12 +124,12 @@ def _check(state: Path, made: dict[str, tuple[str, str]]) -> None:
     with contextlib.closing(open_store(state, read_only=True)) as store:
         task = store.served_task().digest
         heads = store.heads.all(task)
-        stored = {device: entry.digest.hex() for device, entry in store.entries(task).items()}
+        stored = {device: record.entry.digest.hex() for device, record in store.submissions.all(task).items()}
         evaluated = store.evaluations.devices(task, heads[-1].version)
     submitted = {device: submission for device, (submission, _) in made.items()}
     require(submitted == stored, "the aggregator has other submissions than devices made")
     require(len(heads) == 1, f"expected one head, got {len(heads)}")
-    counted = {**heads[0].members, **heads[0].quarantined}
+    counted = msgspec.json.decode((state / "blobs" / heads[0].members.hex()).read_bytes())
     require(counted == stored, "the head was not made of each device's submission once")
     require({head for _, head in made.values()} == {heads[0].digest.hex()}, "a device has another head")
     require(evaluated == stored.keys(), "an evaluation was lost")

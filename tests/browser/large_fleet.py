@@ -2,14 +2,14 @@
 
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aggregator.config.schema import TaskFile
 from aggregator.coordination.round_state import Entry
-from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.wire.messages import Confused, Evaluation
+from tests.support.messages.heads import add_head
 from tests.support.messages.submissions import TASK, device_info
 from tests.unit.aggregator.status.stores import started_store
 
@@ -32,11 +32,14 @@ def large_store(folder: Path, devices: int) -> Store:
             add_device(store, name, chance)
         for version in range(1, HEADS + 1):
             digest = store.blobs.put(f"head {version}".encode())
-            members = dict.fromkeys(names, b"a".hex())
-            metrics = {"loss": 1 / version}
-            store.heads.add(
-                HeadRecord(version, TASK, digest, 99, NOW_S + version, 10, members, metrics, None, digest)
-            )
+            made: dict[str, Any] = {
+                "digest": digest,
+                "size_bytes": 99,
+                "trained_s": NOW_S + version,
+                "file": digest,
+            }
+            members, metrics = dict.fromkeys(names, b"a"), {"loss": 1 / version}
+            add_head(store, version, members=members, prototypes=10, metrics=metrics, **made)
             for name in names:
                 put_evaluation(store, name, version, chance)
         for name in names[:100]:

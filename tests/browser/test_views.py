@@ -9,18 +9,19 @@ from msgspec.structs import replace
 
 from aggregator.algorithms.fpl import FPL
 from aggregator.config.schema import Limits, Rounds
-from aggregator.coordination.canary_comparison import CanaryResult
 from aggregator.coordination.rollout_state import State, Trial
 from aggregator.intake import intake_status
 from aggregator.intake.intake_status import IntakeStatus
 from aggregator.storage.devices import REVOKED
-from aggregator.storage.stored_values import LostFiles, NextHead, TrainingProgress
+from aggregator.storage.heads import TrainingProgress
+from aggregator.storage.stored_values import LostFiles
 from aggregator.storage.sum_lists import put_sums, sums_of
 from protocol.wire.messages import BlobRef
 from protocol.wire.presence import Duplicate
 from tests.browser.conftest import OpenPage
 from tests.browser.large_fleet import add_device, large_store, operate
 from tests.browser.test_accessibility import on_screens
+from tests.support.messages.heads import evaluate, plan_head
 from tests.support.messages.submissions import TASK, device_info
 from tests.unit.aggregator.http.servers import serving
 from tests.unit.aggregator.status.stores import (
@@ -67,20 +68,20 @@ def test_everything_that_needs_an_operator_is_at_the_top(open_page: OpenPage, tm
         intake_status.write(tmp_path, IntakeStatus(now_s, "no space left on the disk: free space"))
         store.facts.put(Duplicate(instance="aa", epoch=1, address="other/192.0.2.1", seen_s=now_s))
         store.facts.put(LostFiles(("ab" * 32,)))
-        following = NextHead(
-            *(TASK, 4),
+        plan_head(
+            *(store, 4),
             progress=TrainingProgress(version=4, epoch=3, epochs=15),
             failures=2,
-            reason="out of memory",
+            problem="out of memory",
             failed_s=now_s,
             retry_s=store.clock.now_s() + 60,
         )
-        store.facts.put(following)
         store.submissions.add_lost(TASK, "lost", b"digest", now_s=now_s)
         store.quarantine.add(TASK, "a", reason="far from the others", now_s=now_s)
         add_head(store, 2)
         add_head(store, 3)
-        trial = Trial(3, 70.0, ("a", "idle"), 2**32, {"a": CanaryResult(8, 10, 9)})
+        evaluate(store, "a", 3, correct=8, previous=9)
+        trial = Trial(3, 70.0, ("a", "idle"), 2**32)
         rejected = {2: "worse by 5 points"}
         store.heads.put_rollout(TASK, State(newest=3, current=1, trial=trial, rejected=rejected))
         with serving(tmp_path) as (client, _):

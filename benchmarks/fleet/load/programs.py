@@ -179,7 +179,7 @@ class Programs:
 
     def submitted(self) -> int:
         """Return how many devices' submissions the aggregator has stored."""
-        return self._count(lambda store: len(store.entries(store.served_task().digest)))
+        return self._count(lambda store: len(store.submissions.all(store.served_task().digest)))
 
     def online(self) -> int:
         """Return how many devices are online by the aggregator's record."""

@@ -26,7 +26,7 @@ def accept(training: Schedule, record: SubmissionRecord, payload: bytes) -> Subm
     """Judge a submission as the intake does, and store it if it counts."""
     task, store = training._task, training._store
     view = StoreView(store, task)
-    view.heads = IntakeHeads(training.state.head_version)
+    view.heads = IntakeHeads(training.version)
     before = view.submission(record.device)
     verdict = view.judge(record, before)
     if verdict.verdict == "new":

@@ -262,11 +262,13 @@ class FaultyFleet(Fleet):
         """Count submissions and their outcomes, from the aggregator's disk, its newest head and its log."""
         prototypes, sent = self.reference.prototypes, set(self.submissions())
         assert (self.aggregator_state / "store.json").exists() == bool(self._stores)
-        with closing(open_store(self.aggregator_state, read_only=True)) as store:
+        with closing(open_store(self.aggregator_state)) as store:
             task = store.served_task().digest
             rows, head = store.submissions.all(task), store.heads.all(task)[-1]
+            members = set(store.members(head).items()) - {
+                (name, bytes.fromhex(digest)) for name, digest in head.quarantined.items()
+            }
         stored = {(name, row.entry.digest): row.prototypes for name, row in rows.items()}
-        members = {(name, bytes.fromhex(digest)) for name, digest in head.members.items()}
         whole = {key for key in sent if stored.get(key) == prototypes.get(key[0]) and key in members}
         twice = {key for key in whole if self.times_accepted(key[0]) > 1}
         extra = head.prototypes - sum(prototypes.values())

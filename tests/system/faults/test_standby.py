@@ -114,11 +114,11 @@ def _send_half(device: Device, upload: Submission) -> None:
 def _check_head(fleet: TwoAggregators, device: Device, *, terms: int) -> None:
     """Wait for the head, and check that each submission counts once, and what all leaders have published."""
     head = device.head()
-    with contextlib.closing(open_store(fleet.aggregator_state, read_only=True)) as store:
+    with contextlib.closing(open_store(fleet.aggregator_state)) as store:
         (stored,) = store.heads.all(store.served_task().digest)
-        assert (stored.version, set(stored.members)) == (1, set("abcd"))
+        assert (stored.version, set(store.members(stored))) == (1, set("abcd"))
         assert head.version == 1
-        assert set(store.entries(store.served_task().digest)) == set("abcd")
+        assert set(store.submissions.all(store.served_task().digest)) == set("abcd")
     accepted = [*accepted_submissions(fleet.log("first")), *accepted_submissions(fleet.log("second"))]
     assert sorted(name for name, _ in accepted) == sorted("abcd")
     assert fleet.count(TRAINED) == 1

@@ -64,9 +64,8 @@ def _give_nan(state: Path) -> None:
             tensor.CopyFrom(numpy_helper.from_array(np.full_like(values, np.nan), tensor.name))
     file = model.SerializeToString()
     digest = store.blobs.put(file)
-    store.heads.add(
-        replace(newest, version=newest.version + 1, digest=digest, size_bytes=len(file), file=digest)
-    )
+    made = replace(newest, version=newest.version + 1, state="made", place=0)
+    store.heads.put(replace(made, digest=digest, size_bytes=len(file), file=digest))
     store.close()
 
 

@@ -1,6 +1,7 @@
 """Events of the rollout logic, and its outcome in short."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -16,6 +17,7 @@ from aggregator.coordination.rollout_state import (
     Trial,
     initial_state,
 )
+from aggregator.storage.heads import HeadRecord, placed, rollout_of
 from protocol.wire.canary_rank import canary_rank
 
 CANARY = Settings(canary_fraction=0.2, min_canaries=1, margin=0.02, canary_timeout_s=600.0)
@@ -31,9 +33,22 @@ def play(state: State, *events: Event, by: Settings = CANARY) -> tuple[State, li
     done: list[Action] = []
     for event in events:
         state, actions = step(state, event, settings=by)
-        state = msgspec.json.decode(msgspec.json.encode(state), type=State)
+        state = restarted(state)
         done.extend(actions)
     return state, done
+
+
+def restarted(state: State) -> State:
+    """Return a state as a restart reads it from the heads; the answers of canaries are their evaluations."""
+    heads = [HeadRecord(task=b"", version=version, state="made") for version in range(1, state.newest + 1)]
+    stored = [
+        msgspec.json.decode(msgspec.json.encode(placed(head, state)), type=HeadRecord) for head in heads
+    ]
+    again = replace(rollout_of(stored), forgotten=state.forgotten)
+    if state.trial is not None and again.trial is not None:
+        again = replace(again, trial=replace(again.trial, answers=state.trial.answers))
+    assert again == state
+    return again
 
 
 def ranked(version: int, devices: frozenset[str] = FLEET) -> list[str]:

@@ -78,7 +78,7 @@ def test_candidate_waits_for_the_first_device() -> None:
 def test_accuracy_over_all_canaries_decides(answers: tuple[CanaryResult, CanaryResult], current: int) -> None:
     """At most the margin worse over all images; without a comparison, running is enough."""
     state, trial = trying()
-    events = [Evaluated(device, 2, answer) for device, answer in zip(trial.canaries, answers, strict=True)]
+    events = [Evaluated(2, {device: answer}) for device, answer in zip(trial.canaries, answers, strict=True)]
     state, done = play(state, *events)
     assert (state.current, state.trial) == (current, None)
     assert isinstance(done[-1], Activate if current == 2 else Reject)
@@ -96,16 +96,16 @@ def test_accuracy_over_all_canaries_decides(answers: tuple[CanaryResult, CanaryR
 def test_decision_has_the_summary(answer: CanaryResult, decision: Action) -> None:
     state, trial = trying()
     assert summary_of(trial, CANARY) == "no canary has answered"
-    assert play(state, *[Evaluated(device, 2, answer) for device in trial.canaries])[1] == [decision]
+    assert play(state, *[Evaluated(2, {device: answer}) for device in trial.canaries])[1] == [decision]
 
 
 def test_head_that_one_of_two_canaries_cannot_use_is_rejected_at_once() -> None:
     """The other canary is not waited for; a device that is no canary does not count."""
     state, trial = trying()
     bystander, canary = ranked(2)[5], trial.canaries[0]
-    state, done = play(state, Evaluated(bystander, 2, BROKEN))
+    state, done = play(state, Evaluated(2, {bystander: BROKEN}))
     assert done == []
-    state, done = play(state, Evaluated(canary, 2, BROKEN))
+    state, done = play(state, Evaluated(2, {canary: BROKEN}))
     assert done == [Reject(2, f"{canary} cannot use it: it gives NaN")]
 
 
@@ -113,14 +113,14 @@ def test_silent_canaries_are_replaced() -> None:
     """After the timeout, by the next online devices; a former canary may still answer."""
     state, first = trying()
     slow = first.canaries[1]
-    state, done = play(state, Evaluated(first.canaries[0], 2, GOOD), Ticked(600.0, FLEET))
+    state, done = play(state, Evaluated(2, {first.canaries[0]: GOOD}), Ticked(600.0, FLEET))
     assert done == []
     state, done = play(state, Ticked(601.0, FLEET - {ranked(2)[2]}))
     assert state.trial is not None
     assert done == [OfferToCanaries(state.trial)]
     assert state.trial.canaries == (first.canaries[0], ranked(2)[3])
     assert state.trial.rank_limit == canary_rank(ranked(2)[3], 2) + 1
-    again, done = play(state, Evaluated(slow, 2, GOOD), Ticked(1201.0, frozenset()))
+    again, done = play(state, Evaluated(2, {slow: GOOD}), Ticked(1201.0, frozenset()))
     assert done == [
         Activate(2, summary_of(replace(first, answers=dict.fromkeys(first.canaries, GOOD)), CANARY))
     ]
@@ -147,7 +147,7 @@ def test_newer_head_replaces_the_candidate() -> None:
     state, done = play(trying()[0], HeadAdded(3, 5.0))
     assert done == [Reject(2, "head 3 has replaced it")]
     assert (state.current, state.trial) == (1, Trial(3, 5.0))
-    outdated = Evaluated(ranked(2)[0], 2, BROKEN), HeadAdded(2, 6.0), HeadAdded(3, 7.0)
+    outdated = Evaluated(2, {ranked(2)[0]: BROKEN}), HeadAdded(2, 6.0), HeadAdded(3, 7.0)
     assert play(state, *outdated) == (state, [])
 
 
@@ -204,7 +204,9 @@ def of_quorum(
     state, _ = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(1.0, online, len(online)), by=by)
     assert state.trial is not None
     assert len(state.trial.canaries) == len(answers)
-    events = [Evaluated(device, 2, each) for device, each in zip(state.trial.canaries, answers, strict=True)]
+    events = [
+        Evaluated(2, {device: each}) for device, each in zip(state.trial.canaries, answers, strict=True)
+    ]
     return play(state, *events, by=by)
 
 
@@ -279,7 +281,7 @@ def test_canaries_that_are_switched_off_are_not_waited_for(number: int, online: 
     assert state.trial is not None
     assert state.trial.canaries == tuple(fleet)
     ticks = [Ticked(600.0 * n, frozenset(fleet[:online]), number) for n in range(1, 4)]
-    state, _ = play(state, Evaluated(fleet[0], 2, GOOD), *ticks, by=QUORUM)
+    state, _ = play(state, Evaluated(2, {fleet[0]: GOOD}), *ticks, by=QUORUM)
     assert state.current == current
 
 
@@ -293,14 +295,14 @@ def test_one_canary_does_not_decide_while_the_third_is_silent(
     fleet = ranked(2)[:3]
     by = msgspec.structs.replace(QUORUM, min_canaries=3)
     attacker, other, slow = fleet
-    answers = [Evaluated(attacker, 2, falsified), Evaluated(other, 2, honest)]
+    answers = [Evaluated(2, {attacker: falsified}), Evaluated(2, {other: honest})]
     tick = Ticked(1.0, frozenset(fleet), 3)
     state, _ = play(initial_state([1]), HeadAdded(2, 0.0), tick, *answers, later, by=by)
     is_attacker_correct = (falsified.correct > 0) == (honest == GOOD)
     assert state.current == (current if is_attacker_correct else 1)
     if not is_attacker_correct and isinstance(later, Ticked):
         assert state.trial is not None
-        assert play(state, Evaluated(slow, 2, honest), by=by)[0].current == current
+        assert play(state, Evaluated(2, {slow: honest}), by=by)[0].current == current
 
 
 @pytest.mark.parametrize("device", [0, 1])
@@ -310,7 +312,7 @@ def test_silent_canary_of_two_waits_for_a_third_device(device: int) -> None:
     two, silent = frozenset(fleet[:2]), fleet[device]
     state, done = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(0.0, two, 2), by=QUORUM)
     assert [type(action) for action in done] == [OfferToCanaries]
-    answer = Evaluated(fleet[1 - device], 2, GOOD)
+    answer = Evaluated(2, {fleet[1 - device]: GOOD})
     state, done = play(state, answer, *(Ticked(600.0 * n, two, 2) for n in range(1, 9)), by=QUORUM)
     assert done == []
     newer, done = play(state, HeadAdded(3, 5000.0), Ticked(5001.0, two, 2), by=QUORUM)
@@ -319,7 +321,9 @@ def test_silent_canary_of_two_waits_for_a_third_device(device: int) -> None:
     assert done == [Reject(2, "head 3 has replaced it"), OfferToCanaries(newer.trial)]
     third = frozenset(fleet)
     state, done = play(
-        state, *(Ticked(5400.0, third, 3), Evaluated(fleet[2], 2, GOOD), Ticked(6000.0, third, 3)), by=QUORUM
+        state,
+        *(Ticked(5400.0, third, 3), Evaluated(2, {fleet[2]: GOOD}), Ticked(6000.0, third, 3)),
+        by=QUORUM,
     )
     assert state.current == 2
     assert isinstance(done[-1], Activate)

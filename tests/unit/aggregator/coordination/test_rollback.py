@@ -180,7 +180,7 @@ def test_order_of_answers_does_not_matter(
     state, _ = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(1.0, FLEET), by=by)
     assert state.trial is not None
     events = [
-        Evaluated(device, 2, answer) for device, answer in zip(state.trial.canaries, answers, strict=True)
+        Evaluated(2, {device: answer}) for device, answer in zip(state.trial.canaries, answers, strict=True)
     ]
     straight, _ = play(state, *events, by=by)
     shuffled, _ = play(state, *(events[number] for number in [*order[:2], *again, *order]), by=by)
@@ -192,7 +192,7 @@ EVENTS = st.lists(
     st.one_of(
         st.builds(HeadAdded, st.integers(1, 6), st.floats(0, 1e4)),
         st.builds(Ticked, st.floats(0, 1e4), st.frozensets(DEVICES)),
-        st.builds(Evaluated, DEVICES, st.integers(1, 6), ANSWERS),
+        st.builds(Evaluated, st.integers(1, 6), st.dictionaries(DEVICES, ANSWERS, max_size=3)),
         st.builds(
             FailuresReported,
             st.integers(1, 6),
@@ -228,5 +228,5 @@ def test_there_is_always_a_usable_head(events: list[Event]) -> None:
             assert used[0] not in before.rejected
     last_s = state.trial.since_s if state.trial else 0.0
     state, _ = play(state, Ticked(last_s + 1e5, FLEET), Ticked(last_s + 2e5, FLEET))
-    state, _ = play(state, *(Evaluated(device, state.newest, GOOD) for device in FLEET))
+    state, _ = play(state, *(Evaluated(state.newest, {device: GOOD}) for device in FLEET))
     assert state.trial is None

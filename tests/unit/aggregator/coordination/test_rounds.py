@@ -5,24 +5,24 @@ from functools import partial
 
 import pytest
 
-from aggregator.coordination.round_state import (
-    JUDGED_AGAIN_S,
-    DeviceDecisions,
-    Settings,
+from aggregator.coordination.collection import JUDGED_AGAIN_S
+from aggregator.coordination.round_state import Settings
+from aggregator.coordination.rounds import Verdict, judged
+from tests.unit.aggregator.coordination.round_events import (
+    Enrolled,
+    Forgotten,
+    Happened,
+    Lost,
+    Released,
+    Revoked,
     State,
-    closes_at_s,
-    waiting,
-)
-from aggregator.coordination.rounds import (
-    Event,
-    SubmissionsLost,
     Ticked,
     Trained,
     TrainingFailed,
-    Verdict,
-    judged,
+    entry,
+    play,
+    submitted,
 )
-from tests.unit.aggregator.coordination.round_events import Submitted, entry, play, submitted
 
 SETTINGS = Settings(quorum=3, deadline_s=100.0, retrain_after=2)
 ABC = [submitted(device) for device in "abc"]
@@ -35,12 +35,12 @@ def test_device_counts_once_for_the_quorum() -> None:
     state, trainings, verdicts = run(*events)
     assert trainings == []
     assert verdicts == ["new", "duplicate", "new", "new", "duplicate", "superseded"]
-    assert waiting(state, SETTINGS) == {"a": entry("a", sequence=3)}
+    assert state.waiting == 1
 
 
 def test_retrain_after_counts_after_the_first_head() -> None:
     """New and renewed submissions count alike, repetitions do not; fewer wait until the deadline."""
-    state, _, _ = run(*ABC, Trained(1))
+    state, _, _ = run(*ABC, Trained())
     renewed, trainings, _ = run(submitted("a"), submitted("a", sequence=2), Ticked(50), state=state)
     assert trainings == []
     assert run(submitted("d"), state=renewed)[1] == [(2, ["a0.2", "b0.1", "c0.1", "d0.1"])]
@@ -61,36 +61,26 @@ def test_failed_training_is_repeated_after_a_growing_delay() -> None:
         now_s += delay_s
         state, trainings, _ = run(Ticked(now_s), state=state)
         assert trainings == [(1, ["a0.1", "b0.1", "c0.1"])]
-    assert run(Trained(1), state=state)[0].failures == 0
+    assert run(Trained(), state=state)[0].failures == 0
 
 
 def test_training_is_repeated_without_lost_submissions() -> None:
     """At once, with what counts by then and whatever the quorum; a device that submits again makes the next head."""
-    state, trainings, _ = run(SubmissionsLost({"b": b"b0.1"}), state=run(*ABC)[0])
+    state, trainings, _ = run(Lost("b"), state=run(*ABC)[0])
     assert trainings == [(1, ["a0.1", "c0.1"])]
-    state, trainings, verdicts = run(submitted("b"), Trained(1), submitted("d"), state=state)
+    state, trainings, verdicts = run(submitted("b"), Trained(), submitted("d"), state=state)
     assert (verdicts, trainings) == (["new", "new"], [(2, ["a0.1", "b0.1", "c0.1", "d0.1"])])
     renewed, _, _ = run(submitted("b", sequence=2), state=run(*ABC)[0])
-    assert run(SubmissionsLost({"b": b"b0.1"}), state=renewed)[1] == [(1, ["a0.1", "b0.2", "c0.1"])]
-    lost = SubmissionsLost({device: f"{device}0.1".encode() for device in "abc"})
-    assert run(lost, Ticked(10**6), state=run(*ABC)[0])[1] == []
-
-
-@pytest.mark.parametrize("event", [Trained(7), TrainingFailed()])
-def test_end_of_an_unknown_training_is_ignored(event: Event) -> None:
-    assert run(event) == (State(), [], [])
+    assert run(Lost("b"), state=renewed)[1] == [(1, ["a0.1", "b0.2", "c0.1"])]
+    assert run(Lost("abc"), Ticked(10**6), state=run(*ABC)[0])[1] == []
 
 
 ALL = Settings(quorum=3, deadline_s=100.0)
 IN_ROUNDS = Settings(quorum=3, deadline_s=100.0, grace_s=10.0, rounds=5)
 
 
-def _without(devices: str) -> DeviceDecisions:
-    return DeviceDecisions(quarantined=frozenset(devices))
-
-
 def _decided(
-    *events: Event | Submitted, state: State | None = None, settings: Settings = ALL
+    *events: Happened, state: State | None = None, settings: Settings = ALL
 ) -> tuple[State, list[str]]:
     """Apply events; return the state and the devices of each training."""
     state, trainings, _ = play(*events, state=state, settings=settings)
@@ -98,51 +88,47 @@ def _decided(
 
 
 def _trained(*excluded: str) -> State:
-    return _decided(*ABC, Trained(1, frozenset(excluded)))[0]
+    return _decided(*ABC, Trained(excluded))[0]
 
 
 def test_released_device_makes_the_next_head() -> None:
     """Once, if the newest head excluded it; releasing another device changes nothing."""
-    state, trained = _decided(DeviceDecisions(released=frozenset("a")), Ticked(1.0), state=_trained("b"))
+    state, trained = _decided(Released("a"), Ticked(1.0), state=_trained("b"))
     assert trained == []
-    state, trained = _decided(DeviceDecisions(released=frozenset("ab")), Ticked(2.0), state=state)
+    state, trained = _decided(Released("ab"), Ticked(2.0), state=state)
     assert trained == ["abc"]
-    assert _decided(Trained(2), Ticked(3.0), state=state)[1] == []
+    assert _decided(Trained(), Ticked(3.0), state=state)[1] == []
 
 
 def test_head_is_made_again_without_a_quarantined_device() -> None:
     """At once, and once; later submissions of the device do not wait; a head that excluded it stays."""
-    state, trained = _decided(_without("b"), Ticked(1.0), state=_trained())
+    state, trained = _decided(Revoked("b"), Ticked(1.0), state=_trained())
     assert trained == ["ac"]
-    state, trained = _decided(Trained(2), submitted("b", 7), Ticked(1e6), state=state)
-    assert (trained, waiting(state, ALL)) == ([], {})
-    assert _decided(_without("b"), Ticked(1.0), state=_trained("b"))[1] == []
+    state, trained = _decided(Trained(), submitted("b", 7), Ticked(1e6), state=state)
+    assert (trained, state.waiting) == ([], 0)
+    assert _decided(Revoked("b"), Ticked(1.0), state=_trained("b"))[1] == []
 
 
 def test_head_is_made_again_without_a_forgotten_device() -> None:
     """At once, and once, also if the newest head excluded the device, or the device uploads again before."""
-    forgotten = DeviceDecisions(forgotten={"b": 1})
     for excluded, again, expected in (((), (), "ac"), (("b",), (), "ac"), ((), (submitted("b", 7),), "abc")):
-        state = _trained(*excluded)
-        left = {device: entry for device, entry in state.submissions.items() if device != "b"}
-        state, trained = _decided(forgotten, *again, Ticked(1.0), state=replace(state, submissions=left))
+        state, trained = _decided(Forgotten("b"), *again, Ticked(1.0), state=_trained(*excluded))
         assert trained == [expected]
-        assert _decided(Trained(2), Ticked(1e6), state=state)[1] == []
+        assert _decided(Trained(), Ticked(1e6), state=state)[1] == []
 
 
 def test_quarantined_devices_do_not_count_for_the_quorum() -> None:
     """The collection waits for other devices, and no head is trained without any."""
-    state, trained = _decided(_without("ab"), *ABC)
+    state, trained = _decided(Revoked("ab"), *ABC)
     assert trained == []
     state, trained = _decided(Ticked(100.0), state=state)
     assert trained == ["c"]
-    assert _decided(_without("abc"), Trained(1), Ticked(1e6), state=state)[1] == []
+    assert _decided(Revoked("abc"), Trained(), Ticked(1e6), state=state)[1] == []
 
 
-@pytest.mark.parametrize("decisions", [_without("d"), DeviceDecisions(enrolled=frozenset("abc"))])
-def test_round_does_not_wait_for_devices_that_do_not_count(decisions: DeviceDecisions) -> None:
-    state, _ = _decided(*ABC, submitted("d"), Ticked(10.0), Trained(1), settings=IN_ROUNDS)
-    assert state.covered.keys() == set("abcd")
+@pytest.mark.parametrize("decisions", [Revoked("d"), Enrolled("abc")])
+def test_round_does_not_wait_for_devices_that_do_not_count(decisions: Happened) -> None:
+    state, _ = _decided(*ABC, submitted("d"), Ticked(10.0), Trained(), settings=IN_ROUNDS)
     then = [submitted(device, 1) for device in "abc"]
     assert _decided(*then, Ticked(0.0), state=state, settings=IN_ROUNDS)[1] == []
     assert _decided(decisions, *then, state=state, settings=IN_ROUNDS)[1] == ["abc"]
@@ -151,56 +137,45 @@ def test_round_does_not_wait_for_devices_that_do_not_count(decisions: DeviceDeci
 def test_round_does_not_wait_for_listed_devices_in_quarantine() -> None:
     """If all listed devices are quarantined, it stays open."""
     listed = Settings(quorum=4, deadline_s=100.0, grace_s=10.0, rounds=5, devices=frozenset("abcd"))
-    assert _decided(_without("d"), *ABC, settings=listed)[1] == ["abc"]
-    assert _decided(_without("abcd"), *ABC, submitted("d"), Ticked(1e6), settings=listed)[1] == []
+    assert _decided(Revoked("d"), *ABC, settings=listed)[1] == ["abc"]
+    assert _decided(Revoked("abcd"), *ABC, submitted("d"), Ticked(1e6), settings=listed)[1] == []
 
 
 def test_unenrolled_devices_do_not_count_in_a_closed_fleet() -> None:
     """Their submissions wait for enrollment, and are no reason for another head."""
-    state, trained = _decided(DeviceDecisions(enrolled=frozenset("a")), Ticked(1.0), state=_trained())
+    state, trained = _decided(Enrolled("a"), Ticked(1.0), state=_trained())
     assert trained == []
     assert _decided(submitted("a", 7), state=state)[1] == ["a"]
-    enrolled = DeviceDecisions(enrolled=frozenset("ac"))
+    enrolled = Enrolled("ac")
     assert _decided(enrolled, submitted("a", 7), state=state)[1] == ["ac"]
 
 
 def test_quarantined_device_is_judged_again_an_hour_after_its_last_upload() -> None:
     """However often it uploads; a training that another device causes earlier judges what it uploaded last."""
-    state, _, _ = run(
-        *ABC, submitted("d"), Trained(1, frozenset("c")), Ticked(10**6), Trained(2, frozenset("c"))
-    )
+    state, _, _ = run(*ABC, submitted("d"), Trained("c"), Ticked(10**6), Trained("c"))
     again = [submitted("c", sequence=sequence, now_s=sequence) for sequence in range(2, 500)]
     state, trainings, verdicts = run(*again, Ticked(499 + JUDGED_AGAIN_S - 1), state=state)
-    assert (trainings, set(verdicts), waiting(state, SETTINGS)) == ([], {"new"}, {})
-    judged, trainings, _ = run(Ticked(499 + JUDGED_AGAIN_S), state=state)
+    assert (trainings, set(verdicts), state.waiting) == ([], {"new"}, 0)
+    later, trainings, _ = run(Ticked(499 + JUDGED_AGAIN_S), state=state)
     assert trainings == [(3, ["a0.1", "b0.1", "c0.499", "d0.1"])]
-    assert run(Trained(3, frozenset("c")), Ticked(10**9), state=judged)[1] == []
+    assert run(Trained("c"), Ticked(10**9), state=later)[1] == []
     renewed = [submitted(device, sequence=2) for device in "ab"]
     assert run(*renewed, state=state)[1] == [(3, ["a0.2", "b0.2", "c0.499", "d0.1"])]
-    released = run(DeviceDecisions(released=frozenset("c")), Ticked(10**9), state=state)[1]
+    released = run(Released("c"), Ticked(10**9), state=state)[1]
     assert [version for version, _ in released] == [3]
 
 
 def test_rate_limit_postpones_the_next_training() -> None:
     """Submissions are accepted until then; a revocation starts a training anyway."""
-    state, _, _ = run(*ABC, Trained(1))
-    state = replace(state, is_rate_limited=True)
+    state, _, _ = run(*ABC, Trained())
     renewed = [submitted(device, sequence=2) for device in "abc"]
-    state, trainings, verdicts = run(*renewed, Ticked(10**6), state=state)
+    state, trainings, verdicts = run(*renewed, Ticked(10**6), state=state, is_rate_limited=True)
     assert (trainings, verdicts) == ([], ["new"] * 3)
-    allowed = replace(state, is_rate_limited=False)
-    assert run(Ticked(10**6), state=allowed)[1] == [(2, ["a0.2", "b0.2", "c0.2"])]
-    assert run(DeviceDecisions(quarantined=frozenset("a")), Ticked(0), state=state)[1] == [
-        (2, ["b0.2", "c0.2"])
-    ]
 
 
-def test_tick_without_changes_looks_at_no_submission() -> None:
-    """The figures of the open collection are derived again only from other submissions or decisions."""
-    state, _, _ = run(submitted("a"), Ticked(1.0))
-    assert run(Ticked(2.0), state=state)[0].collection is state.collection
-    assert run(submitted("b"), state=state)[0].collection is not state.collection
-    assert run(_without("a"), Ticked(2.0), state=state)[0].collection is not state.collection
+def test_revocation_starts_a_training_in_spite_of_the_rate_limit() -> None:
+    state, _, _ = run(*ABC, Trained())
+    assert run(Revoked("a"), Ticked(0), state=state, is_rate_limited=True)[1] == [(2, ["b0.1", "c0.1"])]
 
 
 ROUNDS = Settings(quorum=2, deadline_s=100.0, grace_s=10.0, min_devices=2, staleness=1, rounds=3)
@@ -210,7 +185,7 @@ run_rounds = partial(play, settings=ROUNDS)
 
 def _after_round_0(devices: str) -> State:
     """Return the state with round 1 open, and these devices in round 0."""
-    state, closed, _ = run_rounds(*map(submitted, devices), Ticked(100), Trained(1))
+    state, closed, _ = run_rounds(*map(submitted, devices), Ticked(100), Trained())
     assert len(closed) == 1
     return state
 
@@ -218,7 +193,7 @@ def _after_round_0(devices: str) -> State:
 def test_quorum_closes_after_the_grace_period() -> None:
     """It begins with the submission that completes the quorum; later ones are in the round."""
     state, closed, _ = run_rounds(submitted("a", now_s=1), submitted("b", now_s=5), submitted("c", now_s=14))
-    assert (closed, closes_at_s(state, ROUNDS)) == ([], 15)
+    assert (closed, state.closes_at_s) == ([], 15)
     assert run_rounds(Ticked(14.9), state=state)[1] == []
     assert run_rounds(Ticked(15), state=state)[1] == [(1, ["a0.1", "b0.1", "c0.1"])]
 
@@ -228,17 +203,17 @@ def test_repeated_submission_does_not_postpone_the_close() -> None:
     state, _, _ = run_rounds(
         submitted("a", now_s=1), submitted("b", now_s=2), submitted("b", sequence=2, now_s=9)
     )
-    assert closes_at_s(state, ROUNDS) == 12
+    assert state.closes_at_s == 12
     assert run_rounds(Ticked(12), state=state)[1] == [(1, ["a0.1", "b0.2"])]
     state, _, _ = run_rounds(
         submitted("a", 1, now_s=200), submitted("b", 1, now_s=300), state=_after_round_0("abc")
     )
-    assert closes_at_s(state, ROUNDS) == 300
+    assert state.closes_at_s == 300
 
 
 def test_grace_period_ends_at_the_deadline() -> None:
     state, _, _ = run_rounds(submitted("a", now_s=1), submitted("b", now_s=95))
-    assert closes_at_s(state, ROUNDS) == 101
+    assert state.closes_at_s == 101
     assert run_rounds(Ticked(101), state=state)[1] == [(1, ["a0.1", "b0.1"])]
 
 
@@ -254,8 +229,8 @@ def test_round_closes_with_the_devices_of_the_previous_round() -> None:
 def test_devices_of_the_previous_round_need_the_quorum() -> None:
     """A round that closed at its deadline with one device does not let the next one close with that one alone."""
     settings = replace(ROUNDS, min_devices=1)
-    state, _, _ = run_rounds(submitted("a"), Ticked(100), Trained(1), submitted("a", 1), settings=settings)
-    assert (state.head_version, state.training) == (1, None)
+    state, _, _ = run_rounds(submitted("a"), Ticked(100), Trained(), submitted("a", 1), settings=settings)
+    assert (state.version, state.is_training) == (1, False)
 
 
 def test_round_of_listed_devices_closes_when_all_have_submitted() -> None:
@@ -269,11 +244,11 @@ def test_deadline_closes_with_enough_devices() -> None:
     """At the deadline it closes with `min_devices`; with fewer, as soon as they have submitted."""
     settings = replace(ROUNDS, quorum=3)
     state, closed, _ = run_rounds(submitted("a", now_s=5), Ticked(10**6), settings=settings)
-    assert (closed, closes_at_s(state, settings)) == ([], None)
+    assert (closed, state.closes_at_s) == ([], None)
     closed = run_rounds(submitted("b", now_s=10**6), state=state, settings=settings)[1]
     assert closed == [(1, ["a0.1", "b0.1"])]
     state, _, _ = run_rounds(submitted("a", now_s=5), submitted("b", now_s=60), settings=settings)
-    assert closes_at_s(state, settings) == 105
+    assert state.closes_at_s == 105
     assert run_rounds(Ticked(104), state=state, settings=settings)[1] == []
     assert run_rounds(Ticked(105), state=state, settings=settings)[1] == [(1, ["a0.1", "b0.1"])]
 
@@ -281,7 +256,7 @@ def test_deadline_closes_with_enough_devices() -> None:
 def test_submission_counts_until_it_is_stale() -> None:
     """A device without a submission for round 1 is carried over into it, but not into round 2."""
     state, closed, _ = run_rounds(
-        submitted("a", 1), submitted("b", 1), Ticked(10), Trained(2), state=_after_round_0("abc")
+        submitted("a", 1), submitted("b", 1), Ticked(10), Trained(), state=_after_round_0("abc")
     )
     assert closed == [(2, ["a1.1", "b1.1", "c0.1"])]
     closed = run_rounds(submitted("a", 2), submitted("b", 2), Ticked(10), state=state)[1]
@@ -290,9 +265,8 @@ def test_submission_counts_until_it_is_stale() -> None:
 
 def test_lowered_number_of_rounds_leaves_the_open_round() -> None:
     state, _, _ = run_rounds(submitted("a", 1), submitted("b", 1), state=_after_round_0("abc"))
-    settings = replace(ROUNDS, rounds=1)
-    assert run_rounds(Ticked(10**9), state=state, settings=settings)[1] == []
-    assert waiting(state, settings) == {}
+    after, closed, _ = run_rounds(Ticked(10**9), state=state, settings=replace(ROUNDS, rounds=1))
+    assert (closed, after.waiting) == ([], 0)
 
 
 def test_failed_round_is_retried() -> None:

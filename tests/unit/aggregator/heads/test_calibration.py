@@ -22,28 +22,28 @@ from aggregator.coordination.round_state import Entry
 from aggregator.graphs.calibrated_head import UNCALIBRATED, logits_and_probabilities
 from aggregator.graphs.head_export import head_to_onnx
 from aggregator.heads import rollout
-from aggregator.heads.calibration import MIN_IMAGES, RETRY_S, pooled, store_calibrated
-from aggregator.heads.next_head import folder_of
+from aggregator.heads.calibration import MIN_IMAGES, RETRY_S, pooled
+from aggregator.heads.head_rate import limited_until_s
+from aggregator.heads.next_head import folder_of, store_head
 from aggregator.heads.operator_commands import forget, submit_command
 from aggregator.heads.rollout import Rollout
 from aggregator.heads.schedule import Schedule
 from aggregator.security.identity import revoke_key
-from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
+from aggregator.storage.heads import CALIBRATED_FROM
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import NextHead
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task_preparation import Task
 from aggregator.training import calibration_job
 from aggregator.training.job_processes import Finished
 from aggregator.training.jobs import CalibrationJob, HeadJob, Result
 from aggregator.training.robust.weights import FLEET_SHARE
-from protocol.errors import StateError
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, DifferentialPrivacy, Evaluation
 from tests.support.graphs.backbones import tiny_backbone
 from tests.support.graphs.heads import head_metadata
 from tests.support.messages.evaluations import binned
+from tests.support.messages.heads import add_head
 from tests.support.messages.jobs import workspace
 from tests.support.messages.submissions import EXPECTATION, FEATURE_SIZE, MANIFEST, SERVED, evaluation
 from tests.support.messages.tasks import served_task
@@ -84,9 +84,15 @@ class World:
         for blob in (encode(SERVED_MANIFEST), BACKBONE):
             self.store.blobs.put(blob)
         digest = self.store.blobs.put(file := _head_file(1))
-        members = {device: self._submitted(device).hex() for device in DEVICES}
-        head = HeadRecord(1, TASK, digest, len(file), self.now_s, 5, members, METRICS, file=digest)
-        self.store.heads.add(head)
+        members = {device: self._submitted(device) for device in DEVICES}
+        made = {
+            "digest": digest,
+            "size_bytes": len(file),
+            "file": digest,
+            "trained_s": self.now_s,
+            "prototypes": 5,
+        }
+        add_head(self.store, 1, task=TASK, members=members, is_used=False, **made, metrics=METRICS)
         self.restart()
         self.tick()
 
@@ -115,7 +121,7 @@ class World:
     def tick(self, seconds: float = 2.0) -> None:
         self.now_s += seconds
         self.clock.elapsed_s = self.now_s
-        self.releases.tick(self.training.state.head_version)
+        self.releases.tick()
         self.training.tick()
 
     def finish(self) -> bool:
@@ -176,7 +182,7 @@ def test_head_is_calibrated_once_all_devices_have_evaluated_it(
     assert "head calibrated version=2 of=1 held_out_images=100" in caplog.text
     assert "head activated version=2" in caplog.text
     first, second = world.store.heads.all(TASK)
-    assert (set(second.members), first.devices, second.prototypes) == (set(DEVICES), 5, 5)
+    assert (set(world.store.members(second)), first.devices, second.prototypes) == (set(DEVICES), 5, 5)
     before, after = (
         logits_and_probabilities(world.store.blobs.read(each.file), FEATURES) for each in (first, second)
     )
@@ -199,11 +205,13 @@ def test_kill_makes_no_second_version(world: World, *, is_stored: bool) -> None:
     world.report(_all())
     if is_stored:
         result = world.calibrate(world.jobs[0])
-        store_calibrated(world.task, world.store, world.jobs[0], result)
+        plan = world.training.plan
+        assert plan is not None
+        store_head(world.task, world.store, plan, world.jobs[0], result)
     world.restart()
     world.tick()
     assert len(world.jobs) == (1 if is_stored else 2)
-    assert world.store.next_head(TASK, 2) == NextHead(TASK, 2)
+    assert (world.training.plan is None) == is_stored
     if not is_stored:
         assert world.jobs[0] == world.jobs[1]
         assert world.finish()
@@ -249,7 +257,7 @@ def test_only_counting_devices_of_the_head_count(world: World) -> None:
     revoke_key(world.store, "a", now_s=1.0)
     world.evaluate({**_all(20, 20), "a": binned(0, 20, task=TASK), "stranger": binned(0, 20, task=TASK)})
     world.clock.elapsed_s += 2
-    job = world.training._calibration.job(world.training._head, world.store.decisions(TASK))
+    job = world.training._calibration.job(world.store.heads.all(TASK)[-1])
     assert job is not None
     assert sum(job.correct) == sum(job.images) == 80
 
@@ -287,7 +295,7 @@ def test_upload_during_calibration_waits_for_it(world: World) -> None:
     assert world.finish()
     assert world.versions == [0, 1, 0, 3, 0]
     world.upload("c")
-    assert world.training.state.is_rate_limited
+    assert limited_until_s(world.store, TASK, world.task.file.limits) is not None
     world.report(_all(version=5))
     assert world.finish()
     assert world.versions == [0, 1, 0, 3, 0, 5]
@@ -299,7 +307,7 @@ def test_failed_calibration_is_repeated_later(world: World, caplog: pytest.LogCa
     world.report(_all())
     assert not world.training.finish(Finished(world.jobs[0], None, "no memory"))
     assert 'head not calibrated: it stays in use as it is version=1 reason="no memory"' in caplog.text
-    assert (world.training.state.failures, world.store.next_head(TASK, 2).failures) == (0, 0)
+    assert world.training.plan is None
     world.tick()
     assert len(world.jobs) == 1
     world.tick(RETRY_S)
@@ -320,11 +328,12 @@ def test_forgotten_device_ends_the_calibration(world: World) -> None:
     world.report(_all())
     (job,) = world.jobs
     result = world.calibrate(job)
+    plan = world.training.plan
+    assert plan is not None
     other = open_store(world.store.folder)
     forget(other, "a")
     other.close()
-    with pytest.raises(StateError, match="head 1 was replaced"):
-        store_calibrated(world.task, world.store, job, result)
+    assert store_head(world.task, world.store, plan, job, result) is None
     assert not world.training.finish(Finished(job, result))
     world.tick()
     assert isinstance(world.jobs[-1], HeadJob)

@@ -25,7 +25,6 @@ from aggregator.storage.devices import REVOKED
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import NextHead
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.storage.sum_lists import PendingList, SumLists, put_sums, sums_of
 from aggregator.tasks.retention import delete_unneeded_blobs
@@ -40,6 +39,7 @@ from protocol.wire.messages import BlobRef, Submission
 from protocol.wire.quantization import prototype_fields
 from tests.support.fleets.aggregator_process import Device, aggregator, run_aggregator, write_task
 from tests.support.graphs.backbones import without_metadata
+from tests.support.messages.heads import add_head, plan_head
 from tests.support.messages.prototype_sets import fleet, flipped, honest
 from tests.support.messages.submissions import MANIFEST, SERVED, TASK, device_info, evaluation
 from tests.support.messages.tasks import served_task
@@ -55,14 +55,9 @@ def store(store: Store) -> Store:
 
 
 def _keep(store: Store, version: int, *, quarantined: dict[str, str], warning: str = "") -> None:
-    digests = {device: device.encode().hex() for device in "abc"}
-    head = HeadRecord(
-        *(version, TASK, bytes(32), 9, float(version), 1),
-        members={device: digest for device, digest in digests.items() if device not in quarantined},
-        metrics={},
-        quarantined={device: digest for device, digest in digests.items() if device in quarantined},
-    )
-    update_quarantine(store, head, Result(metrics={}, quarantined=quarantined, warning=warning))
+    digests = {device: device.encode().hex() for device in quarantined}
+    head = HeadRecord(task=TASK, version=version, trained_s=float(version), quarantined=digests)
+    update_quarantine(store, head, "abc", Result(metrics={}, quarantined=quarantined, warning=warning))
 
 
 def test_every_training_updates_the_quarantine(store: Store, caplog: pytest.LogCaptureFixture) -> None:
@@ -172,8 +167,7 @@ def _submitted(store: Store, device: str, payload: bytes, *, task: bytes = TASK)
 
 def _add_head(store: Store, version: int, *, task: bytes = TASK, **members: bytes) -> bytes:
     digest = store.blobs.put(b"head %d" % version)
-    devices = {device: digest.hex() for device, digest in members.items()}
-    store.heads.add(HeadRecord(version, task, digest, 6, 0.0, 1, devices, {}))
+    add_head(store, version, task=task, members=members, digest=digest, is_used=False)
     return digest
 
 
@@ -185,7 +179,7 @@ def test_everything_that_a_device_has_submitted_is_deleted(store: Store) -> None
     shared = _submitted(store, "a", b"shared", task=bytes(32))
     _submitted(store, "b", b"shared")
     _add_head(store, 1, a=replaced, b=shared)
-    store.facts.put(NextHead(TASK, 2, {"a": Entry(1, training, 0.0), "b": Entry(1, shared, 0.0)}))
+    plan_head(store, 2, members={"a": training, "b": shared})
     (store.folder / "damaged").mkdir()
     (store.folder / "damaged" / first.hex()).write_bytes(b"damaged")
     for device in "ab":
@@ -199,7 +193,7 @@ def test_everything_that_a_device_has_submitted_is_deleted(store: Store) -> None
     assert {first, second, replaced, training}.isdisjoint(store.blobs.digests())
     assert shared in store.blobs
     assert list((store.folder / "damaged").iterdir()) == []
-    assert store.next_head(TASK, 2).members == {}
+    assert store.heads.planned(TASK) is None
     assert list(store.evaluations.of_head(TASK, 1)) == ["b"]
     assert {each.device: each.info is None for each in store.devices.all()} == {"a": True, "b": False}
     assert list(store.quarantine.all(TASK)) == ["b"]
@@ -241,7 +235,7 @@ def test_closed_rounds_cannot_be_undone(store: Store) -> None:
     store.facts.put(replace(SERVED, settings=Settings(quorum=1, deadline_s=1.0, rounds=3)))
     digest = _submitted(store, "a", b"one")
     tensors = BlobRef(digest=digest, size_bytes=1, name="tensors")
-    store.heads.add(HeadRecord(1, TASK, digest, 6, 0.0, 1, {"a": digest.hex()}, {}, tensors))
+    add_head(store, 1, members={"a": digest}, digest=digest, tensors=tensors)
     assert "closed rounds have learned from it" in forget(store, "a")[1]
     assert store.heads.rollout(TASK).forgotten == 0
 
@@ -260,18 +254,18 @@ def test_no_rollback_to_heads_with_a_forgotten_device(store: Store, task: Task) 
     files = {}
     for version in (1, 2):
         files[version] = _add_head(store, version, task=task.digest, a=digest)
-        releases.tick(version)
+        releases.tick()
     forget(store, "a")
     for each in (releases, Rollout(task, store)):
-        each.tick(2)
+        each.tick()
         assert each.manifest is not None
         assert each.manifest.current.version == 2
         assert each.retained == {2}
         delete_unneeded_blobs(task, store)
         assert [head.digest in store.blobs for head in store.heads.all(task.digest)] == [False, True]
     _add_head(store, 3, task=task.digest, b=bytes(32))
-    releases.tick(3)
-    releases.tick(3)
+    releases.tick()
+    releases.tick()
     assert store.heads.rollout(task.digest).current == 3
     delete_unneeded_blobs(task, store)
     assert not {*files.values()} & {*store.blobs.digests()}

@@ -9,14 +9,13 @@ from msgspec.structs import replace
 
 from aggregator.config.schema import Limits
 from aggregator.config.task_file import load_task
-from aggregator.coordination.rollout_state import HeadCommand, Settings, State
+from aggregator.coordination.rollout_state import HeadCommand, Settings, State, initial_state
 from aggregator.heads import rollout
 from aggregator.heads.operator_commands import submit_command
 from aggregator.heads.rollout import Rollout
 from aggregator.status import model
 from aggregator.status.collect import collect_status
 from aggregator.storage.blobs import FolderBlobs
-from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task, prepare_task
@@ -24,6 +23,7 @@ from protocol.errors import ConfigError, StateError
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Evaluation, HeadRef
 from tests.support.fleets.aggregator_process import write_task
+from tests.support.messages.heads import add_head
 from tests.support.messages.submissions import SERVED
 
 
@@ -60,7 +60,8 @@ def _add_head(store: Store, task: bytes, *versions: int, file: bytes = b"") -> b
     for version in versions:
         digest = store.blobs.put(file or b"head %d" % version)
         written = digest if file else b""
-        store.heads.add(HeadRecord(version, task, digest, 6, 0.0, 1, {"a": "00" * 32}, {}, file=written))
+        fields = {"digest": digest, "size_bytes": 6, "file": written}
+        add_head(store, version, task=task, members={"a": bytes(32)}, is_used=False, **fields)
     return digest
 
 
@@ -69,7 +70,7 @@ def _rolled_out(store: Store, task: Task, count: int) -> Rollout:
     releases = Rollout(task, store)
     for version in range(1, count + 1):
         _add_head(store, task.digest, version, file=b"head %d" % version)
-        releases.tick(version)
+        releases.tick()
     return releases
 
 
@@ -79,9 +80,9 @@ def test_head_is_served_although_its_file_could_not_be_written(store: Store, tas
     digest = _add_head(store, task.digest, 1)
     (store.folder / "head.onnx").mkdir()
     with pytest.raises(StateError):
-        releases.tick(1)
+        releases.tick()
     (store.folder / "head.onnx").rmdir()
-    releases.tick(1)
+    releases.tick()
     assert _current(releases).head.digest == digest
     assert digest in releases.served
 
@@ -97,11 +98,11 @@ def test_files_of_a_head_are_written_after_a_failure_of_the_object_store(
     _add_head(store, task.digest, 1, file=b"new")
     with monkeypatch.context() as failure:
         failure.setattr(store.blobs, "read", _fail)
-        releases.tick(1)
+        releases.tick()
         assert _current(releases).version == 1
         assert head.read_bytes() == b"of an earlier head"
         assert "cannot read a head's file: retrying head=1" in caplog.text
-    releases.tick(1)
+    releases.tick()
     assert head.read_bytes() == b"new"
 
 
@@ -116,7 +117,7 @@ def test_head_that_cannot_be_fused_is_published(
     (store.folder / "model.onnx").write_bytes(b"of an earlier head")
     digest = _add_head(store, task.digest, 1, file=b"broken")
     releases = Rollout(task, store)
-    releases.tick(1)
+    releases.tick()
     assert _current(releases).head.digest == digest
     assert (store.folder / "head.onnx").read_bytes() == b"broken"
     assert not (store.folder / "model.onnx").exists()
@@ -132,7 +133,9 @@ def test_oldest_heads_are_deleted(store: Store, task: Task) -> None:
     Rollout(task, store)
     assert [head.version for head in store.heads.all(task.digest)] == [1, *range(30, 40)]
     assert store.heads.rollout(task.digest).rejected.keys() == set(range(30, 40))
-    assert store.round_state(task.digest).head_version == 39
+    newest = store.heads.newest(task.digest)
+    assert newest is not None
+    assert newest.version == 39
 
 
 def test_command_is_carried_out_once(store: Store, task: Task) -> None:
@@ -143,10 +146,10 @@ def test_command_is_carried_out_once(store: Store, task: Task) -> None:
         "CREATE TEMP TRIGGER full BEFORE UPDATE ON operator_commands BEGIN SELECT RAISE(ABORT, 'full'); END"
     )
     with pytest.raises(StateError, match="full"):
-        releases.tick(3)
+        releases.tick()
     assert store.heads.rollout(task.digest).current == 3
     store.database.write("DROP TRIGGER full")
-    releases.tick(3)
+    releases.tick()
     assert _current(releases).version == store.heads.rollout(task.digest).current == 2
 
 
@@ -154,7 +157,7 @@ def test_command_that_has_become_impossible_is_reported_as_refused(store: Store,
     """It was possible when the operator gave it: the candidate has become current meanwhile."""
     releases = _rolled_out(store, task, 1)
     number = store.commands.add(task.digest, HeadCommand("promote", 1))
-    releases.tick(1)
+    releases.tick()
     assert store.commands.outcome(number) == "there is no candidate to promote"
     assert not store.commands.pending(task.digest)
 
@@ -163,7 +166,7 @@ def _report(releases: Rollout, store: Store, device: str, problem: str, *, head:
     """Let a device report on head 2, and time pass."""
     report = replace(_evaluation(releases.manifest.task, 10, problem=problem), head_version=head)  # type: ignore[union-attr]
     store.evaluations.put(device, report, digest=device.encode(), now_s=0.0)
-    releases.tick(2)
+    releases.tick()
 
 
 def test_current_head_that_fails_on_devices_is_rejected(
@@ -172,6 +175,7 @@ def test_current_head_that_fails_on_devices_is_rejected(
     """Each device counts once, by its last report; also those from before a restart, and not revoked ones."""
     _add_head(store, task.digest, 1, 2)
     releases = Rollout(task, store)
+    releases.tick()
     store.devices.put_presence("silent", "online", now_s=0.0)
     for device in ("a", "a", "b", "c", "d", "e", "f"):
         _report(releases, store, device, "")
@@ -195,7 +199,7 @@ def test_evaluations_that_another_process_stores_count(store: Store, task: Task)
         task, file=replace(task.file, rollout=Settings(canary_fraction=1.0, min_canaries=1))
     )
     _add_head(store, task.digest, 1)
-    Rollout(task, store).tick(1)
+    Rollout(task, store).tick()
     _add_head(store, task.digest, 2, 3)
     for device in "ab":
         store.devices.put_presence(device, "online", now_s=0.0)
@@ -206,12 +210,12 @@ def test_evaluations_that_another_process_stores_count(store: Store, task: Task)
             other.evaluations.put(device, report, digest=device.encode(), now_s=0.0)
 
     releases = Rollout(task, store)
-    releases.tick(3)
+    releases.tick()
     _stored("a", 3)
-    releases.tick(3)
+    releases.tick()
     assert store.heads.rollout(task.digest).current == 1
     _stored("b", 3)
-    releases = Rollout(task, store)
+    Rollout(task, store).tick()
     assert store.heads.rollout(task.digest).current == 3
 
 
@@ -224,18 +228,19 @@ def test_commands_wait_for_the_next_start(store: Store, task: Task) -> None:
         assert outcome == f"head {version} will be current when the aggregator is started"
     assert collect_status(store).rollout == model.Rollout(newest=3, current=3, candidate=None, requested=1)
     releases = Rollout(task, store)
-    releases.tick(3)
+    releases.tick()
     assert collect_status(store).rollout == model.Rollout(newest=3, current=1, candidate=None, requested=None)
     assert _current(releases).version == 1
     assert (store.folder / "head.onnx").read_bytes() == b"head 1"
     _add_head(store, task.digest, 4)
-    releases.tick(4)
+    releases.tick()
     assert _current(releases).version == 4
 
 
 def test_rollback_to_a_head_without_blobs_is_refused(store: Store) -> None:
     store.facts.put(replace(SERVED, digest=bytes(32)))
     _add_head(store, bytes(32), 1, 2)
+    store.heads.put_rollout(bytes(32), initial_state([1, 2]))
     store.blobs.path(digest_of(b"head 1")).unlink()
     with pytest.raises(ConfigError, match=r"head 1 cannot be used any more: its files were deleted"):
         submit_command(store, "rollback")
@@ -258,6 +263,6 @@ def test_command_asks_for_the_blobs_of_its_head_only(
     commands: tuple[tuple[int | None, int], ...] = ((None, 4), (3, 3))
     for named, head in commands:
         submit_command(store, "rollback", named)
-        releases.tick(5)
+        releases.tick()
         assert store.heads.rollout(task.digest).current == head
     assert asked == [digest_of(b"head 4")] * 2 + [digest_of(b"head 3")] * 2

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from msgspec import structs
@@ -20,9 +20,10 @@ from aggregator.heads.next_head import folder_of, store_head
 from aggregator.heads.operator_commands import forget
 from aggregator.heads.schedule import RETENTION_S, Schedule
 from aggregator.intake.accepted_submissions import AcceptedSubmissions
+from aggregator.storage.heads import TrainingProgress
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import LostFiles, TrainingProgress
+from aggregator.storage.stored_values import LostFiles
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks import restoration
 from aggregator.tasks.task_preparation import Task, prepare_task
@@ -64,6 +65,15 @@ def _take(training: Schedule, devices: str, *, number: int = 0) -> list[str]:
         verdicts.append(submit(training, device, number=number).verdict)
         training.tick()
     return verdicts
+
+
+def planned(training: Schedule) -> set[str]:
+    """Return the devices that the next head is planned of."""
+    return set() if training.plan is None else set(training._store.members(training.plan))
+
+
+def progress(training: Schedule) -> TrainingProgress | None:
+    return None if training.plan is None else training.plan.progress
 
 
 def _end(events: Events) -> Finished:
@@ -133,11 +143,11 @@ def test_stored_submissions_close_a_round(
         with contextlib.closing(open_store(store.folder)) as third, third.transaction():
             third.submissions.delete("a", task.digest)
         training.tick()
-        assert set(training.state.submissions) == ({"b"} if device == "b" else set())
-    assert training.state.training is None
+        assert training._collection.count == (device == "b")
+    assert training.plan is None
     submit(others, "c")
     training.tick()
-    assert set(training.state.training or ()) == {"b", "c"}
+    assert planned(training) == {"b", "c"}
     assert training.finish(_end(events))
     other.close()
 
@@ -158,7 +168,7 @@ def test_failed_round_is_logged_and_retried(
     assert (training.round is not None and training.round.number, store.heads.all()) == (0, [])
     _take(training, "c")
     assert training.finish(_end(events))
-    assert [len(head.members) for head in store.heads.all()] == [3]
+    assert [head.devices for head in store.heads.all()] == [3]
 
 
 def test_damaged_files_are_restored(training: Schedule, events: Events, task: Task, store: Store) -> None:
@@ -193,16 +203,19 @@ def test_killed_training_is_repeated(training: Schedule, events: Events, task: T
         assert process is not None
         process.kill()
         assert not training.finish(_end(events))
-        failed = store.next_head(task.digest, 1)
-        assert (failed.failures, failed.reason) == (failures, KILLED)
-        training.state = replace(training.state, retry_s=0.0)  # the delay has passed
+        failed = training.plan
+        assert failed is not None
+        assert (failed.failures, failed.problem) == (failures, KILLED)
+        training.retry()
         training.tick()
     training.stop()
     restarted = Schedule(task, store, on_event=(after := queue.SimpleQueue[Progress | Finished]()).put)
-    assert restarted.state.failures == 2
+    restarted.tick()
+    assert restarted.plan is not None
+    assert restarted.plan.failures == 2
     assert restarted.finish(_end(after))
-    assert store.next_head(task.digest, 1).failures == 0
-    assert [len(head.members) for head in store.heads.all()] == [2]
+    assert store.heads.planned(task.digest) is None
+    assert [head.devices for head in store.heads.all()] == [2]
 
 
 def test_training_on_a_forgotten_device_is_stopped(
@@ -218,31 +231,30 @@ def test_training_on_a_forgotten_device_is_stopped(
     folder = folder_of(store, job)
     for name in ("head.onnx", "tensors.bin"):
         (folder / name).write_bytes(b"made of a and b")
+    training.tick()
     assert not training.finish(Finished(job, Result(metrics={"seconds": 1.0})))
     assert not training.finish(_end(events))  # of the stopped process
-    assert (store.heads.all(), store.next_head(task.digest, 1).members) == ([], {})
-    assert training.state.training is None
-    assert "submission deleted by an operator device=a" in caplog.text
+    assert (store.heads.all(), training.plan) == ([], None)
     assert "failed" not in caplog.text
     training.tick()
-    assert training.state.training is None  # the quorum is two
+    assert "training ended: an operator's command has changed what it is made of" in caplog.text
+    assert training.plan is None  # the quorum is two
     _take(training, "c")
-    assert sorted(training.state.training or ()) == ["b", "c"]
+    assert planned(training) == {"b", "c"}
     training.stop()
 
 
 def test_head_is_not_stored_once_a_member_is_forgotten(training: Schedule, task: Task, store: Store) -> None:
     """Also if the command comes just before that."""
     _take(training, "ab")
-    job, members = training._job, training.state.training
+    job, plan = training._job, training.plan
     assert isinstance(job, RoundJob)
-    assert members is not None
+    assert plan is not None
     training.stop()
     for name in ("head.onnx", "tensors.bin"):
         (folder_of(store, job) / name).write_bytes(b"made of a and b")
     forget(store, "a")
-    with pytest.raises(StateError, match="a submission that head 1 is made of was deleted"):
-        store_head(task, store, job, Result(metrics={}), members)
+    assert store_head(task, store, plan, job, Result(metrics={})) is None
     assert store.heads.all() == []
 
 
@@ -251,14 +263,15 @@ def test_adapter_that_needs_pytorch_is_logged(
 ) -> None:
     caplog.set_level(logging.INFO)
     _take(training, "ab")
-    job, members = training._job, training.state.training
+    job, plan = training._job, training.plan
     assert isinstance(job, RoundJob)
-    assert members is not None
+    assert plan is not None
     training.stop()
     for name in ("head.onnx", "tensors.bin"):
         (folder_of(store, job) / name).write_bytes(b"made of a and b")
     figures = {"adapter_missing": 1.0}
-    store_head(task, store, job, Result(metrics=figures), members)
+    store.heads.put(plan)  # as before the stop
+    store_head(task, store, plan, job, Result(metrics=figures))
     expected = f'the adapter was not tried head=1 reason="PyTorch is not installed: {INSTALL}"'
     assert expected in caplog.text
 
@@ -269,12 +282,13 @@ def test_damaged_submission_is_moved_apart_and_requested(events: Events, task: T
     task = replace(task, file=alone)
     training = Schedule(task, store, on_event=events.put)
     _take(training, "a")
-    blob = store.blobs.path(training.state.submissions["a"].digest)
+    blob = store.blobs.path(store.submissions.all(task.digest)["a"].entry.digest)
     blob.write_bytes(bytes([blob.read_bytes()[0] ^ 1]) + blob.read_bytes()[1:])
     _take(training, "b")
     assert not training.finish(_end(events))
     assert [path.name for path in (store.folder / "damaged").iterdir()] == [blob.name]
-    assert store.next_head(task.digest, 1).failures == 0
+    assert training.plan is not None
+    assert training.plan.failures == 0
     (lost,) = store.submissions.lost(task.digest)
     assert (lost.device, lost.sha256) == ("a", blob.name)
     assert training.lost.requests() == [("a", Receipt(digest=bytes.fromhex(blob.name), status="missing"))]
@@ -282,16 +296,16 @@ def test_damaged_submission_is_moved_apart_and_requested(events: Events, task: T
     assert not store.holds("a", bytes.fromhex(blob.name))
     training.tick()
     assert training.finish(_end(events))
-    assert [list(head.members) for head in store.heads.all()] == [["b"]]
+    assert [list(store.members(head)) for head in store.heads.all()] == [["b"]]
     assert _take(training, "a") == ["new"]
     assert store.submissions.lost(task.digest) == []
 
 
 def test_missing_submission_is_requested_at_the_start(training: Schedule, task: Task, store: Store) -> None:
     _take(training, "a")
-    store.blobs.path(training.state.submissions["a"].digest).unlink()
+    store.blobs.path(store.submissions.all(task.digest)["a"].entry.digest).unlink()
     again = Schedule(task, store, on_event=lambda _: None)
-    assert dict(again.state.submissions) == {}
+    assert store.submissions.all(task.digest) == {}
     assert [device for device, _ in again.lost.requests()] == ["a"]
 
 
@@ -302,12 +316,16 @@ def test_aggregator_killed_during_a_training_counts_as_a_failure(task: Task, sto
     before._trainer.stop()
     for failures in (1, 2):
         killed = Schedule(task, store, on_event=lambda _: None)
-        assert killed.state.failures == failures
+        killed.tick()
+        assert killed.plan is not None
+        assert killed.plan.failures == failures
         killed._trainer.stop()
     killed.stop()
     stopped = Schedule(task, store, on_event=lambda _: None)
+    stopped.tick()
     stopped.stop()
-    assert stopped.state.failures == 2
+    assert stopped.plan is not None
+    assert stopped.plan.failures == 2
 
 
 def test_failure_on_a_full_disk_is_retried(
@@ -318,12 +336,12 @@ def test_failure_on_a_full_disk_is_retried(
         failure = _end(events)
     store.database.write("PRAGMA query_only = 1")
     assert not training.finish(failure)
-    training.reload()
     store.database.write("PRAGMA query_only = 0")
+    training.tick()
     training.retry()
     training.tick()
     assert training.finish(_end(events))
-    assert [len(head.members) for head in store.heads.all()] == [2]
+    assert [head.devices for head in store.heads.all()] == [2]
 
 
 @pytest.mark.parametrize("is_readable", [True, False])
@@ -342,19 +360,16 @@ def test_head_whose_commit_was_not_reported_is_adopted(
 
     def store_and_fail(*arguments: object) -> None:
         store_head(*arguments)  # type: ignore[arg-type]
+        if not is_readable:
+            store.heads.planned = Mock(side_effect=StateError("cannot be read"))  # type: ignore[method-assign]
         raise StateError("the connection was lost")
 
     monkeypatch.setattr(schedule, "store_head", store_and_fail)
-    if is_readable:
-        assert training.finish(finished)
-    else:
-        with patch.object(store.heads, "all", side_effect=StateError("cannot be read")):
-            assert not training.finish(finished)
-        training.retry()
-        training.tick()
-        assert training.finish(_end(events))
+    assert training.finish(finished) == is_readable
+    store.heads.__dict__.pop("planned", None)
+    training.tick()
     assert [head.version for head in store.heads.all(task.digest)] == [1]
-    assert training.state == replace(store.round_state(task.digest), is_rate_limited=False)
+    assert training.plan is None
     assert training.round is not None
     assert training.round.number == 1
     training.stop()
@@ -370,22 +385,25 @@ def test_interrupted_round_is_closed_again(
     before.stop()
     events: Events = queue.SimpleQueue()
     after = Schedule(task, store, on_event=events.put)
+    after.tick()
     assert "interrupted training resumed version=1" in caplog.text
     finished = _end(events)
     assert isinstance(finished.job, RoundJob)
     assert sorted(finished.job.members) == ["a", "b"]
     assert after.finish(finished)
-    assert sorted(after.state.covered) == ["a", "b"]
-    assert sorted(after.state.submissions) == ["a", "b", "c"]
+    (head,) = store.heads.all()
+    assert sorted(store.members(head)) == ["a", "b"]
+    assert sorted(store.submissions.all(task.digest)) == ["a", "b", "c"]
 
 
-def test_progress_is_stored_until_the_training_stops(training: Schedule, task: Task, store: Store) -> None:
+def test_progress_is_stored_until_the_training_stops(training: Schedule) -> None:
+    _take(training, "ab")
     training.store_progress({"device": "cpu", "prototypes": 7})
-    assert store.next_head(task.digest, 1).progress == TrainingProgress(1)
+    assert progress(training) == TrainingProgress(1)
     training.store_progress({"epoch": 4, "epochs": 15, "loss": 0.5})
-    assert store.next_head(task.digest, 1).progress == TrainingProgress(1, epoch=4, epochs=15, loss=0.5)
+    assert progress(training) == TrainingProgress(1, epoch=4, epochs=15, loss=0.5)
     training.stop()
-    assert store.next_head(task.digest, 1).progress is None
+    assert progress(training) is None
 
 
 def test_refused_submission_is_not_stored(training: Schedule, task: Task, store: Store) -> None:
@@ -402,7 +420,7 @@ def test_batch_that_cannot_be_stored_is_undone(
     with pytest.raises(StateError), store.transaction():
         _take_both(training)
     training.tick()
-    assert training.state == store.round_state(task.digest) == round_state.State()
+    assert (training.plan, store.submissions.all(task.digest)) == (None, {})
     assert events.empty()
     assert _take(training, "ab") == ["new", "new"]
     assert training.finish(_end(events))

@@ -10,12 +10,11 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from aggregator.coordination.round_state import Entry
 from aggregator.heads.sum_lists import SecondOperatorLists, largest_list
 from aggregator.intake.validation import Expectation, Refused, check_noisy_sums
 from aggregator.storage.store import Store
 from aggregator.storage.sum_lists import blobs_of_lists, devices_of, put_sums, sums_of, with_total
-from aggregator.training.jobs import TOTAL_FILE, UNUSABLE, NoisySumsJob
+from aggregator.training.jobs import TOTAL_FILE, NoisySumsJob
 from aggregator.training.noisy_sums_job import run
 from protocol.errors import ProtofleetError
 from protocol.statistics.noisy_sums import released_values
@@ -95,7 +94,7 @@ class World:
         self.store = store
         for blob in (MAP, encode(PRIVATE)):
             store.blobs.put(blob)
-        self.members: dict[str, Entry] = {}
+        self.members: dict[str, bytes] = {}
         self.restart()
 
     def restart(self) -> None:
@@ -104,7 +103,7 @@ class World:
     def upload(self, *numbers: int, min_devices: int = 3) -> None:
         for number in numbers:
             digest = self.store.blobs.put(encode(hidden(f"dev{number}", number, min_devices=min_devices)))
-            self.members[f"dev{number}"] = Entry(1, digest, 0.0)
+            self.members[f"dev{number}"] = digest
 
     @property
     def pending(self) -> Mapping[str, str]:
@@ -216,9 +215,7 @@ def test_pending_list_stays_the_same(world: World) -> None:
     assert world.lists.request() == request
     lists = sums_of(world.store.facts, TASK)
     assert devices_of(lists) == {"dev0", "dev1", "dev2"}
-    assert {entry.digest for device, entry in world.members.items() if device != "dev3"} < blobs_of_lists(
-        lists
-    )
+    assert {digest for device, digest in world.members.items() if device != "dev3"} < blobs_of_lists(lists)
 
 
 def test_too_few_new_devices_are_no_list(world: World, tmp_path: Path) -> None:
@@ -300,7 +297,7 @@ def test_false_sum_that_breaks_the_laws_is_no_head(world: World, tmp_path: Path)
     values = to_array(good.masks).copy()
     values[0] += np.uint32(2**30)
     assert world.take(sign_sum(replace(good, masks=to_tensor(values)), key=SIGN, fleet=FLEET))
-    with pytest.raises(ProtofleetError, match=f"{UNUSABLE}: no images have such sums"):
+    with pytest.raises(ProtofleetError, match="cannot be used: no images have such sums"):
         run(world.job(), workspace(world.store.blobs, tmp_path / "head"))
     world.lists.abandon("they are false")
     world.upload(3, 4, 5)
@@ -317,8 +314,8 @@ def test_lost_submission_of_a_list_is_an_error(world: World, tmp_path: Path) -> 
     request = world.lists.request()
     assert request is not None
     world.take(world.reply(request))
-    world.store.blobs.delete([world.members["dev1"].digest])
-    with pytest.raises(ProtofleetError, match=f"{UNUSABLE}: a submission is lost"):
+    world.store.blobs.delete([world.members["dev1"]])
+    with pytest.raises(ProtofleetError, match="cannot be used: a submission is lost"):
         run(world.job(), workspace(world.store.blobs, tmp_path / "head"))
 
 

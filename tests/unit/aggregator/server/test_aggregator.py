@@ -13,7 +13,6 @@ import pytest
 from msgspec.structs import replace
 
 from aggregator.config.task_file import load_task
-from aggregator.coordination.round_state import Entry, State
 from aggregator.heads.schedule import RETENTION_S
 from aggregator.intake import intake_status
 from aggregator.server.aggregator import Aggregator
@@ -42,6 +41,7 @@ from tests.support.fleets.aggregator_process import (
     signed,
     write_task,
 )
+from tests.support.messages.heads import plan_head
 from tests.support.messages.jobs import head_job
 from tests.support.messages.submissions import submission
 from tests.support.simulation.clocks import FakeClock
@@ -133,7 +133,7 @@ def test_submission_that_could_not_be_stored_is_not_answered_as_received(
 
     monkeypatch.setattr(WriteBatch, "finish", fail)
     assert bench.handle(bench.submission()) == ["refused"]
-    assert bench.store.entries(bench.task.digest) == {}
+    assert bench.store.submissions.all(bench.task.digest) == {}
     assert "no space left" in intake_status.read(bench.store.folder).reason
 
 
@@ -141,13 +141,13 @@ def test_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> None
     """The next submission starts another training."""
     bench = Bench(tmp_path, "quorum = 2")
     training = bench.daemon._training
-    entries = {"a": Entry(1, b"a", 0.0)}
-    training.state = State(submissions=entries, training=entries)
+    plan_head(bench.store, 1, task=bench.task.digest, members={"a": b"a"}, state="training", attempt=1)
     metrics = {"seconds": 1.0, "onnx_max_difference": 0.0}
-    training._job = job = head_job(bench.store.blobs)
+    training._job = job = head_job(bench.store.blobs, attempt=1)
     bench.daemon._handle(Finished(job, Result(prototypes=1, metrics=metrics)))
-    failed = training.state
-    assert (failed.submissions, failed.failed, failed.failures) == (entries, entries, 1)
+    failed = training.plan
+    assert failed is not None
+    assert (failed.state, failed.failures) == ("planned", 1)
     assert bench.store.heads.all(bench.task.digest) == []
 
 
@@ -175,14 +175,14 @@ def test_deadline_is_of_elapsed_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     now_s = time.time()
     monkeypatch.setattr(time, "time", lambda: now_s + 365 * 86400)
     bench.handle(bench.submission())
-    assert [entry.received_s for entry in store.entries(task).values()] == [7.0]
+    assert [record.entry.received_s for record in store.submissions.all(task).values()] == [7.0]
     monkeypatch.setattr(time, "time", lambda: now_s)
     clock.elapsed_s = 106.0
     bench.handle()
-    assert store.next_head(task, 1).members == {}
+    assert store.heads.planned(task) is None
     clock.elapsed_s = 107.0
     bench.handle()
-    assert store.next_head(task, 1).members != {}
+    assert store.heads.planned(task) is not None
     bench.daemon._training.stop()
     store.close()
 
@@ -236,7 +236,7 @@ def test_folder_of_blobs_that_is_deleted_while_running_stops_the_intake(tmp_path
     assert all(map(store.blobs.is_whole, bench.task.blobs))
     assert bench.handle(message) == ["received"]
     assert store.submissions.lost(bench.task.digest) == []
-    assert bench.daemon._training.state.submissions.keys() == {"dev"}
+    assert store.submissions.all(bench.task.digest).keys() == {"dev"}
     shutil.rmtree(store.folder)
     bench.handle()
     assert not store.folder.exists()
@@ -287,7 +287,7 @@ def test_uploads_that_do_not_count_leave_a_bounded_size_of_blobs(tmp_path: Path,
         assert ("received" in receipts) == (kind != "over quota")
         most = max(most, _blob_bytes(store) - before)
     assert most < 4 * large_bytes
-    assert store.blobs.is_whole(store.entries(task)["dev"].digest)
+    assert store.blobs.is_whole(store.submissions.all(task)["dev"].entry.digest)
     store.close()
 
 

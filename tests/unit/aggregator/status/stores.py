@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -12,13 +13,13 @@ from aggregator.coordination.round_state import Entry
 from aggregator.status import model
 from aggregator.status.collect import collect_status
 from aggregator.status.render import render_status
-from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask, SigningKey
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.storage.sum_lists import PendingList, SumLists, put_sums
 from protocol.wire.messages import BlobRef, SecondOperator
+from tests.support.messages import heads
 from tests.support.messages.submissions import TASK, device_info, evaluation
 from tests.support.simulation.clocks import FakeClock
 
@@ -35,9 +36,16 @@ def submission_row(
 
 
 def add_head(store: Store, version: int, *, tensors: BlobRef | None = None, **members: str) -> None:
-    members = members or {"a": b"a".hex()}
     digest = store.blobs.put(b"head")
-    store.heads.add(HeadRecord(version, TASK, digest, 99, 50.0, 10, members, {"loss": 0.5}, tensors, digest))
+    made: dict[str, Any] = {
+        "digest": digest,
+        "size_bytes": 99,
+        "trained_s": 50.0,
+        "prototypes": 10,
+        "file": digest,
+    }
+    covered = {device: bytes.fromhex(each) for device, each in members.items()} or {"a": b"a"}
+    heads.add_head(store, version, members=covered, metrics={"loss": 0.5}, tensors=tensors, **made)
 
 
 def started_store(folder: Path, task: TaskFile = TASK_FILE) -> Store:

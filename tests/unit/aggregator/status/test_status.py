@@ -14,8 +14,7 @@ from msgspec.structs import replace
 from aggregator.algorithms.fpl import FPL
 from aggregator.config.schema import Limits, Rounds
 from aggregator.config.training_packages import INSTALL
-from aggregator.coordination.canary_comparison import CanaryResult
-from aggregator.coordination.rollout_state import HeadCommand, State, Trial
+from aggregator.coordination.rollout_state import HeadCommand, State, Trial, initial_state
 from aggregator.http.metrics import metrics_text
 from aggregator.http.snapshots import read_snapshot
 from aggregator.intake import intake_status
@@ -24,12 +23,14 @@ from aggregator.status import model
 from aggregator.status.collect import collect_status
 from aggregator.status.heads import ClassResult, Confusion, DeviceSpread, HeldOut
 from aggregator.storage.devices import ForgottenDevice, Refusal
-from aggregator.storage.heads import HeadRecord
+from aggregator.storage.heads import TrainingProgress
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import NextHead, TrainingProgress, TrainingTokens, UploadTokens
+from aggregator.storage.stored_values import UploadTokens
 from aggregator.storage.sum_lists import put_sums, sums_of
 from protocol.wire.messages import BlobRef, Confused, Evaluation
+from tests.support.messages import heads
+from tests.support.messages.heads import plan_head
 from tests.support.messages.submissions import TASK, device_info, evaluation
 from tests.unit.aggregator.status.stores import (
     TASK_FILE,
@@ -66,7 +67,9 @@ def test_status_at_first_start(started: Store, tmp_path: Path) -> None:
 
 def test_limit_of_trainings_is_shown(busy: Store) -> None:
     assert "heads_per_hour" not in rendered(collected(busy))
-    busy.facts.put(TrainingTokens(TASK, 0.0, busy.clock.now_s()))
+    for version in range(2, 14):
+        add_head(busy, version)
+        busy.heads.put(dataclasses.replace(busy.heads.all()[-1], started_s=busy.clock.now_s()))
     status = collected(busy)
     assert status.rate_limited_until_s == busy.clock.now_s() + 300.0
     expected = r"training limited no training before [0-9: -]+ \w+ \(limits.heads_per_hour\)"
@@ -134,7 +137,8 @@ def test_accuracy_with_the_prior_is_shown(busy: Store) -> None:
 def test_calibration_is_shown(started: Store) -> None:
     add_head(started, 1)
     figures = {"calibrated_from": 1.0, "calibration_images": 311.6}
-    started.heads.add(dataclasses.replace(started.heads.all()[0], version=2, metrics=figures))
+    started.heads.put(dataclasses.replace(started.heads.all()[0], version=2, metrics=figures))
+    started.heads.put_rollout(TASK, initial_state([1, 2]))
     text = rendered(collected(started))
     assert "head 2 (current): head 1, calibrated on 312 held-out images: 10 prototypes of 1 device" in text
 
@@ -278,7 +282,7 @@ def test_quorum_above_enrolled_devices_is_shown(tmp_path: Path) -> None:
     ],
 )
 def test_running_training(started: Store, progress: TrainingProgress, text: str) -> None:
-    started.facts.put(NextHead(TASK, started.round_state(TASK).head_version + 1, progress=progress))
+    plan_head(started, 3, state="training", progress=progress)
     assert f"training head 3: {text}" in rendered(collected(started))
 
 
@@ -312,7 +316,8 @@ def test_heads_and_the_devices_that_use_them(busy: Store) -> None:
     """The current, the candidate and a rejected head, the head of each device, and the devices that cannot use it."""
     for version in (2, 3):
         add_head(busy, version)
-    trial = Trial(3, 70.0, ("a", "idle"), 2**32, {"a": CanaryResult(8, 10, 9)})
+    heads.evaluate(busy, "a", 3, correct=8, previous=9)
+    trial = Trial(3, 70.0, ("a", "b"), 2**32)
     busy.heads.put_rollout(TASK, State(newest=3, current=1, trial=trial, rejected={2: "a [says] no"}))
     for device, version in (("a", 3), ("idle", 1)):
         busy.devices.put_info(device, device_info(head_version=version), now_s=12.0)
@@ -321,9 +326,7 @@ def test_heads_and_the_devices_that_use_them(busy: Store) -> None:
     busy.evaluations.put("idle", broken, digest=b"x", now_s=61.0)
     status = collected(busy)
     summary = "accuracy 80.0% (8/10) on 1 canary, 90.0% (9/10) with the previous head"
-    candidate = model.Candidate(
-        version=3, canaries=("a", "idle"), awaited=("idle",), since_s=70.0, summary=summary
-    )
+    candidate = model.Candidate(version=3, canaries=("a", "b"), awaited=("b",), since_s=70.0, summary=summary)
     assert status.rollout == model.Rollout(newest=3, current=1, candidate=candidate, requested=None)
     assert [(head.state, head.reason) for head in status.heads] == [
         ("current", ""),
@@ -335,12 +338,12 @@ def test_heads_and_the_devices_that_use_them(busy: Store) -> None:
         "b": (0, ""),
         "idle": (1, "it is [NaN]"),
     }
-    assert status.heads[2].held_out.devices == 0
+    assert status.heads[2].held_out.devices == 1
     text = rendered(status)
     for piece in (
         "head 1 (current): 10 prototypes",
         "a [says] no",
-        f"head 3 is evaluated by 2 canaries: {summary}; awaited: idle",
+        f"head 3 is evaluated by 2 canaries: {summary}; awaited: b",
         "head not used by idle: it is [NaN]",
     ):
         assert piece in text
@@ -355,8 +358,9 @@ def test_candidate_is_compared_by_the_settings_of_the_task(
     store = started_store(tmp_path, msgspec.structs.replace(TASK_FILE, rollout=rollout))
     add_head(store, 1)
     add_head(store, 2)
-    answers = {device: CanaryResult(correct, 10, 5) for device, correct in (("a", 1), ("b", 5), ("c", 9))}
-    trial = Trial(2, 70.0, ("a", "b", "c"), 2**32, answers)
+    for device, correct in (("a", 1), ("b", 5), ("c", 9)):
+        heads.evaluate(store, device, 2, correct=correct, previous=5)
+    trial = Trial(2, 70.0, ("a", "b", "c"), 2**32)
     store.heads.put_rollout(TASK, State(newest=2, current=1, trial=trial))
     rollout_status = collect_status(store).rollout
     assert rollout_status is not None
@@ -394,7 +398,7 @@ def test_outliers_that_are_not_quarantined(started: Store) -> None:
     """The newest head's warning is shown."""
     digest = started.blobs.put(b"head")
     for version, warning in ((1, "old"), (2, "2 of [9] devices are far from the others")):
-        started.heads.add(HeadRecord(version, TASK, digest, 99, 50.0, 10, {}, {}, warning=warning))
+        heads.add_head(started, version, digest=digest, warning=warning)
     status = collect_status(started)
     started.close()
     assert [head.warning for head in status.heads] == ["old", "2 of [9] devices are far from the others"]
@@ -405,7 +409,7 @@ def test_head_without_the_adapter(started: Store) -> None:
     """It is shown with what to install."""
     add_head(started, 1)
     head = started.heads.all()[0]
-    started.heads.add(dataclasses.replace(head, version=2, metrics={"adapter_missing": 1.0}))
+    started.heads.put(dataclasses.replace(head, version=2, metrics={"adapter_missing": 1.0}))
     lines = [line for line in rendered(collected(started)).splitlines() if line.startswith("head ")]
     missing = f"adapter not tried (PyTorch is not installed: {INSTALL})"
     assert [missing in line for line in sorted(lines)] == [False, True]

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 
 from aggregator.config.schema import Limits
-from aggregator.coordination.round_state import DeviceDecisions, Entry, Settings, waiting
+from aggregator.coordination.round_state import DeviceDecisions, Entry
 from aggregator.intake.quotas import Quotas
 from aggregator.intake.validation import Refused
 from aggregator.storage import devices
 from aggregator.storage.devices import REVOKED, QuarantinedDevice
-from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
@@ -84,34 +83,12 @@ def test_unenrolled_devices_are_limited(small: Store) -> None:
     assert [small.devices.has_room_for(device) for device in ("a", "c", "z")] == [True, False, True]
 
 
-SETTINGS = Settings(quorum=3, deadline_s=100.0)
-
-
-@pytest.fixture
-def trained(store: Store) -> Store:
-    """A state with a head of device a's submission that excluded device b's."""
-    for device in "ab":
-        record = SubmissionRecord(device, Entry(1, device.encode(), 0.0), 1, 1, 1, {0: 1})
-        store.submissions.put(TASK, record)
-    members, excluded = {"a": b"a".hex()}, {"b": b"b".hex()}
-    store.heads.add(HeadRecord(1, TASK, bytes(32), 9, 0.0, 1, members, {}, quarantined=excluded))
-    return store
-
-
-def test_excluded_submission_waits_once_its_device_is_released(trained: Store) -> None:
-    """The restored state of the round logic knows which submissions the head excluded."""
-    trained.quarantine.add(TASK, "b", reason="far off", now_s=5.0)
-    assert waiting(trained.round_state(TASK), SETTINGS) == {}
-    trained.quarantine.release(TASK, "b", now_s=6.0)
-    assert waiting(trained.round_state(TASK), SETTINGS).keys() == {"b"}
-
-
 def test_only_revoked_devices_do_not_count(store: Store) -> None:
     """Other quarantined devices still submit, and are judged again."""
     store.quarantine.add(TASK, "a", reason="far off", now_s=5.0)
     store.quarantine.add(TASK, "b", reason=REVOKED, now_s=5.0)
     expected = DeviceDecisions(quarantined=frozenset("b"))
-    assert store.decisions(TASK) == store.round_state(TASK).decisions == expected
+    assert store.decisions(TASK) == expected
     assert store.decisions(bytes(32)) == DeviceDecisions()
 
 

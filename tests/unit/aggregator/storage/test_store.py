@@ -1,28 +1,28 @@
 """The store keeps its contents over restarts, a full disk, a second reader, a newer program and damage."""
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from aggregator.coordination.round_state import Entry, Settings, waiting
-from aggregator.coordination.rounds import Ticked, Train, Trained, resumed, step
+from aggregator.coordination.rollout_state import HeadCommand
+from aggregator.coordination.round_state import Entry
 from aggregator.security.enrollment import reset_device
 from aggregator.storage import schema
-from aggregator.storage.devices import REVOKED, DeviceRecord, Refusal
-from aggregator.storage.heads import HeadRecord
+from aggregator.storage.devices import REVOKED, DeviceRecord, ForgottenDevice, Refusal
+from aggregator.storage.heads import HeadRecord, TrainingProgress
 from aggregator.storage.open_store import SqliteDatabase, open_store
 from aggregator.storage.schema import MIGRATIONS
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import NextHead, SigningKey, TrainingProgress
+from aggregator.storage.stored_values import SigningKey
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.errors import StateError
 from protocol.storage.folder_lock import FolderLock
-from protocol.wire.messages import BlobRef
 from tests.support.machine_faults import full_disk
+from tests.support.messages.heads import add_head, plan_head
 from tests.support.messages.submissions import TASK, device_info, evaluation
 
 
@@ -37,36 +37,32 @@ def _row(device: str, sequence: int = 1) -> SubmissionRecord:
     )
 
 
-def _head(version: int, *rows: SubmissionRecord, task: bytes = TASK) -> HeadRecord:
-    return HeadRecord(
-        version=version,
-        task=task,
-        digest=bytes([version]) * 32,
-        size_bytes=99,
-        trained_s=5.5,
-        prototypes=16,
-        members={row.device: row.entry.digest.hex() for row in rows},
-        metrics={"loss": 0.25},
-    )
+def _add_head(store: Store, version: int, *rows: SubmissionRecord, **fields: Any) -> HeadRecord:
+    members = {row.device: row.entry.digest for row in rows}
+    made = {"digest": bytes([version]) * 32, "size_bytes": 99, "trained_s": 5.5, "metrics": {"loss": 0.25}}
+    return add_head(store, version, members=members, is_used=False, **{**made, **fields})
 
 
 def test_state_survives_a_restart(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    store.facts.put(NextHead(TASK, 3, progress=TrainingProgress(3, loss=0.5)))
     store.devices.put_presence("a", "online", now_s=10.0)
     store.devices.put_info("a", device_info(runtime="x"), now_s=11.0)
     store.submissions.put(TASK, _row("a"))
-    store.heads.add(_head(1, _row("a")))
+    head = _add_head(store, 1, _row("a"))
+    plan_head(store, 2, state="training", progress=TrainingProgress(2, loss=0.5))
     store.evaluations.put("a", evaluation(), digest=b"e", now_s=12.0)
     store.refusals.count("a", reason="shape", detail="d", now_s=13.0)
     digest = store.blobs.put(b"blob")
     store.close()
     again = open_store(tmp_path)
-    assert again.next_head(TASK, 3).progress == TrainingProgress(3, loss=0.5)
+    planned = again.heads.planned(TASK)
+    assert planned is not None
+    assert planned.progress == TrainingProgress(2, loss=0.5)
     assert again.facts.get(SigningKey) is None
     assert again.devices.all() == [DeviceRecord("a", "online", 11.0, device_info(runtime="x"))]
     assert again.submissions.all(TASK) == {"a": _row("a")}
-    assert again.heads.all(TASK) == [_head(1, _row("a"))]
+    assert again.heads.all(TASK) == [head]
+    assert again.members(head) == {"a": b"a1"}
     assert again.evaluations.of_head(TASK, 1) == {"a": evaluation()}
     assert again.refusals.all() == [Refusal("a", "shape", 1, "d", 13.0)]
     assert again.blobs.read(digest) == b"blob"
@@ -96,50 +92,11 @@ def test_evaluations_are_replaced_and_deleted(store: Store) -> None:
     assert [bool(store.evaluations.of_head(TASK, version)) for version in (1, 2)] == [False, True]
 
 
-def test_collection_survives_a_restart(tmp_path: Path) -> None:
-    """The submissions that a head covers, those that wait, and the next version."""
-    settings = Settings(quorum=1, deadline_s=10.0, retrain_after=1)
-    store = open_store(tmp_path)
-    assert waiting(store.round_state(TASK), settings) == {}
-    for row in (_row("a"), _row("b")):
-        store.submissions.put(TASK, row)
-    state, (train,) = step(store.round_state(TASK), Ticked(0.0), settings=settings)
-    assert isinstance(train, Train)
-    assert (train.version, [device for device, _ in train.members]) == (1, ["a", "b"])
-    store.heads.add(_head(1, _row("a"), _row("b")))
-    state, _ = step(state, Trained(1), settings=settings)
-    restored = open_store(tmp_path).round_state(TASK)
-    assert waiting(restored, settings) == waiting(state, settings) == {}
-    assert restored.head_version == state.head_version == 1
-    store.submissions.put(TASK, _row("b", 2))
-    assert waiting(open_store(tmp_path).round_state(TASK), settings) == {"b": _row("b", 2).entry}
-    store.heads.add(_head(2, _row("a"), _row("b", 2)))
-    assert waiting(store.round_state(TASK), settings) == {}
-    assert store.round_state(TASK).head_version == 2
-    assert store.round_state(bytes(32)).submissions == {}
-
-
-def test_round_survives_a_restart(tmp_path: Path) -> None:
-    """The submissions' rounds, the tensors for the next round, and the members of a pending head."""
-    settings = Settings(quorum=2, deadline_s=10.0, rounds=3, staleness=1)
-    store = open_store(tmp_path)
-    rows = [replace(_row(device), entry=replace(_row(device).entry, round=1)) for device in "ab"]
-    tensors = BlobRef(digest=bytes(32), size_bytes=7, name="tensors-1")
-    store.heads.add(replace(_head(1, _row("a")), tensors=tensors))
-    assert store.heads.all(TASK)[0].tensors == tensors
-    for row in rows:
-        store.submissions.put(TASK, row)
-    assert store.submissions.all(TASK) == {row.device: row for row in rows}
-    state, (train,) = step(store.round_state(TASK), Ticked(0.0), settings=settings)
-    assert isinstance(train, Train)
-    store.facts.put(NextHead(TASK, train.version, dict(train.members)))
-    store.submissions.put(TASK, replace(_row("c"), entry=replace(_row("c").entry, round=1)))
-    restored = open_store(tmp_path).round_state(TASK)
-    assert resumed(restored) == (train,)
-    assert restored.training == state.training
-    assert open_store(tmp_path).round_state(bytes(32)).training is None
-    store.heads.add(replace(_head(2, *rows), tensors=tensors))
-    assert open_store(tmp_path).round_state(TASK).training is None
+def test_only_one_head_of_a_task_is_planned(store: Store) -> None:
+    plan_head(store, 1)
+    plan_head(store, 1, task=bytes(32))
+    with pytest.raises(StateError, match=r"UNIQUE|unique"):
+        plan_head(store, 2)
 
 
 def test_state_of_a_running_aggregator_is_not_migrated(
@@ -154,7 +111,7 @@ def test_state_of_a_running_aggregator_is_not_migrated(
         with pytest.raises(StateError, match="already runs on"):
             open_store(tmp_path, lock=True)
     open_store(tmp_path).close()
-    running.heads.add(_head(1))
+    _add_head(running, 1)
     running.close()
     monkeypatch.setattr(schema, "MIGRATIONS", (*MIGRATIONS, "ALTER TABLE heads ADD COLUMN note TEXT;"))
     open_store(tmp_path).close()
@@ -178,10 +135,9 @@ def test_lost_database_is_named_with_what_to_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("statement", "read"),
     [
-        ("UPDATE facts SET value = '{~'", lambda store: store.facts.get(NextHead)),
-        ("UPDATE submissions SET record = '{~'", lambda store: store.round_state(TASK)),
+        ("UPDATE facts SET value = '{~'", lambda store: store.facts.get(SigningKey)),
+        ("UPDATE submissions SET per_class = '{~'", lambda store: store.submissions.all(TASK)),
         ("UPDATE heads SET record = '{~'", lambda store: store.heads.all(TASK)),
-        ("UPDATE rollouts SET state = '{~'", lambda store: store.heads.rollout(TASK)),
         ("UPDATE devices SET info = '{~'", lambda store: store.devices.all()),
     ],
 )
@@ -189,10 +145,9 @@ def test_damaged_record_is_named_with_what_to_do(
     store: Store, statement: str, read: Callable[[Store], object]
 ) -> None:
     """A record that the disk has changed, unnoticed by SQLite, is one error that says how to go on."""
-    store.facts.put(NextHead(TASK, 2, {}))
+    store.facts.put(SigningKey("00"))
     store.submissions.put(TASK, _row("a"))
-    store.heads.add(_head(1, _row("a")))
-    store.heads.put_rollout(TASK, store.heads.rollout(TASK))
+    _add_head(store, 1, _row("a"))
     store.devices.put_info("a", device_info(), now_s=1.0)
     store.database.write(statement)
     with pytest.raises(StateError, match=r"(aggregator\.sqlite|#fleet_\S+): damaged contents: .*: restore "):
@@ -240,17 +195,13 @@ def test_reset_device_lets_any_submission_replace_the_stored_one(store: Store) -
     assert store.submissions.all(TASK) == {}
 
 
-def test_only_newest_head_has_its_members(store: Store) -> None:
-    """Of older heads their number: otherwise a thousand devices need 100 kB for each head."""
+def test_records_of_heads_are_small(store: Store) -> None:
+    """Their submissions are in blobs: otherwise a thousand devices need 100 kB for each head."""
     rows = [_row(f"device-{number}") for number in range(100)]
     for version in range(1, 51):
-        head = _head(version, *rows)
-        store.heads.add(replace(head, quarantined={"malicious": "00" * 32}))
-    *older, newest = store.heads.all(TASK)
-    assert (len(newest.members), newest.quarantined, newest.devices) == (100, {"malicious": "00" * 32}, 100)
-    assert {(head.devices, len(head.members), len(head.quarantined)) for head in older} == {(100, 0, 0)}
+        _add_head(store, version, *rows)
     ((size,),) = store.database.read("SELECT sum(length(record)) FROM heads")
-    assert size < 50 * 1000 + 100 * 100
+    assert size < 50 * 1000
 
 
 @pytest.mark.parametrize(
@@ -268,25 +219,6 @@ def test_a_stored_upload_is_found_without_reading_all_of_them(tmp_path: Path, qu
     assert plan.startswith("SEARCH ")
 
 
-def test_sizes_of_submissions_of_an_older_version_are_counted(
-    database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And those that are replaced are counted once."""
-    with monkeypatch.context() as older:
-        older.setattr(schema, "MIGRATIONS", MIGRATIONS[:3])
-        with contextlib.closing(
-            open_store(tmp_path, database=database_url, fleet=tmp_path.name if database_url else "")
-        ) as store:
-            text = msgspec.json.encode(_row("a")).decode()
-            store.database.write("INSERT INTO submissions VALUES (?, ?, ?, ?, 1)", TASK, "a", b"a", text)
-    with contextlib.closing(open_store(tmp_path)) as store:
-        assert store.submissions.stored_bytes() == _row("a").size_bytes > 0
-        store.submissions.put(TASK, _row("a"))
-        store.submissions.put(bytes(32), _row("a", sequence=2))
-        assert store.submissions.stored_bytes() == 2 * _row("a").size_bytes
-        assert store.submissions.stored_bytes(task=TASK, without="a") == _row("a").size_bytes
-
-
 def test_adopted_submissions_count_for_both_tasks_and_are_stored_once(store: Store) -> None:
     """A device's own submission to the later task stays."""
     later = b"l" * 32
@@ -300,27 +232,34 @@ def test_adopted_submissions_count_for_both_tasks_and_are_stored_once(store: Sto
     assert store.submissions.adopt(later, TASK) == 0
 
 
-def test_only_later_changes_are_read(store: Store) -> None:
-    """New and replaced submissions since a change; those to other tasks are not among them."""
-    store.submissions.put(TASK, _row("a"))
-    store.submissions.put(TASK, _row("b"))
-    first = store.submission_changes(TASK, since=0)
-    assert set(first.records) == {"a", "b"}
-    with store.transaction():
-        store.submissions.put(TASK, _row("b", 2))
-        store.submissions.put(TASK, _row("c"))
-        store.submissions.put(bytes(32), _row("d"))
-    second = store.submission_changes(TASK, since=first.newest)
-    assert {device: record.entry.sequence for device, record in second.records.items()} == {"b": 2, "c": 1}
-    assert not store.submission_changes(TASK, since=second.newest).records
-    with store.transaction():
-        store.submissions.reset_sequence("a")
-    third = store.submission_changes(TASK, since=second.newest)
-    assert {device: record.entry.sequence for device, record in third.records.items()} == {"a": 0}
+def test_every_change_has_a_greater_number(store: Store) -> None:
+    """Of what decisions depend on, also of a deletion; nothing that a pass has read is out of date unnoticed."""
+    changes: list[Callable[[], object]] = [
+        lambda: store.submissions.put(TASK, _row("a")),
+        lambda: store.submissions.count_again("a"),
+        lambda: store.evaluations.put("a", evaluation(), digest=b"1", now_s=0.0),
+        lambda: store.evaluations.delete_except(TASK, {2}),
+        lambda: store.evaluations.delete_device("a"),
+        lambda: _add_head(store, 1),
+        lambda: store.heads.delete(TASK, 1),
+        lambda: store.commands.add(TASK, HeadCommand("rollback")),
+        lambda: store.quarantine.add(TASK, "a", reason="far off", now_s=0.0),
+        lambda: store.quarantine.release(TASK, "a", now_s=0.0),
+        lambda: store.quarantine.delete(TASK, "a"),
+        lambda: store.forgotten.put(TASK, ForgottenDevice("a", 1, 0.0)),
+        lambda: store.keys.enroll("a", bytes(32), now_s=0.0),
+        lambda: store.keys.revoke("a", now_s=0.0),
+        store.keys.close_fleet,
+        lambda: store.submissions.delete("a"),
+    ]
+    for each in changes:
+        before = store.newest_change()
+        each()
+        assert store.newest_change() > before
 
 
-def test_deletions_are_changes(store: Store) -> None:
-    """A deleted submission is reported until its device submits again; that to another task stays."""
+def test_deleted_submissions_are_known_until_their_devices_submit_again(store: Store) -> None:
+    """That to another task stays."""
     store.submissions.put(bytes(32), _row("a"))
     for device in ("a", "b", "c"):
         store.submissions.put(TASK, _row(device))
@@ -329,33 +268,10 @@ def test_deletions_are_changes(store: Store) -> None:
         store.submissions.delete("a", TASK)
         store.submissions.delete("b")
         store.submissions.delete("unknown")
-    changes = store.submission_changes(TASK, since=since)
-    assert not changes.records
-    assert changes.deleted == {"a", "b"}
+    assert store.submissions.deleted(TASK, since=since) == {"a", "b"}
     assert store.submissions.all(bytes(32)).keys() == {"a"}
     store.submissions.put(TASK, _row("a", 2))
-    again = store.submission_changes(TASK, since=since)
-    assert (set(again.records), set(again.deleted)) == ({"a"}, {"b"})
-    assert not store.submission_changes(TASK, since=again.newest).deleted
-
-
-def test_no_number_is_used_again(store: Store) -> None:
-    """A change that is stored after the last one was deleted has a higher number."""
-    other = bytes(32)
-    store.submissions.put(other, _row("a"))
-    store.evaluations.put("a", evaluation(head_version=1), digest=b"1", now_s=0.0)
-    since = store.newest_change()
-    store.evaluations.delete_except(TASK, {2})
-    store.evaluations.put("a", evaluation(head_version=2), digest=b"2", now_s=0.0)
-    found, newest = store.evaluations.changes(TASK, since=since)
-    assert [(device, each.head_version) for device, each in found] == [("a", 2)]
-    store.submissions.put(other, _row("b"))
-    since = store.newest_change()
-    assert since > newest
-    with store.transaction():
-        store.submissions.delete("b")
-    store.submissions.put(TASK, _row("c"))
-    assert set(store.submission_changes(TASK, since=since).records) == {"c"}
+    assert store.submissions.deleted(TASK, since=since) == {"b"}
 
 
 def open_database(folder: Path) -> SqliteDatabase:

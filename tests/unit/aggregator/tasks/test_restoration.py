@@ -15,7 +15,6 @@ from aggregator.cluster import object_blobs
 from aggregator.cluster.object_blobs import ObjectBlobs
 from aggregator.config.task_file import load_task
 from aggregator.heads.schedule import Schedule
-from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import LostFiles
@@ -25,6 +24,7 @@ from aggregator.tasks.task_preparation import Task, prepare_task
 from aggregator.training.job_processes import Finished, Progress
 from protocol.errors import BlobLost
 from protocol.wire.codec import digest_of
+from tests.support.messages.heads import add_head
 from tests.support.simulation.submissions import submit
 from tests.support.stores.object_store import BUCKET, ObjectStore
 
@@ -73,7 +73,7 @@ def test_reported_blob_is_written_again(
     digests = [task.digest, *sorted(task.blobs - {task.manifest.program.step.digest})]  # type: ignore[union-attr]
     healer.verify_all(digests)
     head = store.blobs.put(b"a head")
-    store.heads.add(HeadRecord(1, task.digest, head, 6, 0.0, 1, {}, {}))
+    add_head(store, 1, task=task.digest, digest=head)
     for digest in (*digests, head):
         if not copies:
             store.blobs.path(digest).unlink(missing_ok=True)

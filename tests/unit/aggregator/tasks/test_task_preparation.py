@@ -21,8 +21,7 @@ from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.statistics.feature_map import FINE_LEVELS, FeatureMap, selected
 from aggregator.config.schema import Client, PrivacyBudget, PrivacySettings, TaskFile
 from aggregator.config.task_file import load_task
-from aggregator.coordination import round_state, rounds
-from aggregator.coordination.rollout_state import State, Trial
+from aggregator.coordination.rollout_state import State, Trial, initial_state
 from aggregator.coordination.round_state import Entry
 from aggregator.graphs.head_export import mapped
 from aggregator.heads.next_head import job_of
@@ -31,7 +30,7 @@ from aggregator.storage.blobs import FolderBlobs
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import CompiledGraphs, NextHead
+from aggregator.storage.stored_values import CompiledGraphs
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.storage.sum_lists import PendingList, SumLists, put_sums
 from aggregator.tasks import graph_cache
@@ -62,6 +61,7 @@ from protocol.statistics.public_map import PublicMap
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, DifferentialPrivacy, Perturbation, Statistics, TaskManifest
 from tests.support.graphs.backbones import tiny_backbone, tiny_metadata
+from tests.support.messages.heads import plan_head
 from tests.support.messages.jobs import head_job, workspace
 from tests.support.messages.submissions import (
     FEATURE_SIZE,
@@ -471,7 +471,7 @@ def test_training_gets_the_number_of_values_of_each_backbone(
     file = TaskFile(classes=("a", "b"), backbones=("a.onnx", "b.onnx"), layers=layers)
     with contextlib.closing(open_store(tmp_path / "state")) as store:
         task = prepare_task(file, paths, store=store)
-        job = job_of(rounds.Train(version=1, members=()), task, store, round_state.State(), tensors=None)
+        job = job_of(HeadRecord(task=task.digest, version=1), {}, task, store, tensors=None)
     assert isinstance(job, HeadJob)
     assert (job.feature_size, job.widths) == (9, widths)
 
@@ -488,16 +488,17 @@ def _row(device: str, *, number: int = 0) -> SubmissionRecord:
 def _head(task: bytes, version: int, *, tensors: bool) -> HeadRecord:
     blob = BlobRef(digest=bytes([version]) * 32, size_bytes=1, name="tensors") if tensors else None
     digest = b"graph" if tensors else f"head{version}".encode()
-    return HeadRecord(
-        version, task, digest, 1, 0.0, 1, {}, {}, blob, b"file%d" % version if tensors else digest
-    )
+    file = b"file%d" % version if tensors else digest
+    return HeadRecord(task=task, version=version, state="made", digest=digest, tensors=blob, file=file)
 
 
 @pytest.fixture
 def filled(store: Store) -> Store:
     for version in (1, 2, 3):
-        store.heads.add(_head(ROUNDS_TASK, version, tensors=True))
-        store.heads.add(_head(TASK, version, tensors=False))
+        store.heads.put(_head(ROUNDS_TASK, version, tensors=True))
+        store.heads.put(_head(TASK, version, tensors=False))
+    for task in (ROUNDS_TASK, TASK):
+        store.heads.put_rollout(task, initial_state([1, 2, 3]))
     for number in range(4):
         store.submissions.put(ROUNDS_TASK, _row(f"r{number}", number=number))
     for device in "ab":
@@ -510,7 +511,7 @@ def filled(store: Store) -> Store:
 def test_blobs_that_rounds_need(filled: Store) -> None:
     """Submissions within the staleness, tensors and files of retained heads, graphs; everything of other tasks."""
     for version in range(4, 9):
-        filled.heads.add(_head(ROUNDS_TASK, version, tensors=True))
+        filled.heads.put(_head(ROUNDS_TASK, version, tensors=True))
     filled.heads.put_rollout(ROUNDS_TASK, State(newest=8, current=2, earlier=(1,), trial=Trial(3, 0.0)))
     for number in (7, 8):
         filled.submissions.put(ROUNDS_TASK, _row(f"r{number}", number=number))
@@ -539,7 +540,7 @@ def test_without_rounds_every_device_counts(filled: Store) -> None:
 def test_last_heads_are_kept(filled: Store) -> None:
     """The last five, the current one and the one before it; likewise of other tasks."""
     for version in range(4, 11):
-        filled.heads.add(_head(TASK, version, tensors=False))
+        filled.heads.put(_head(TASK, version, tensors=False))
     state = State(newest=10, current=2, earlier=(1, 4))
     filled.heads.put_rollout(TASK, state)
     kept = {f"head{version}".encode() for version in (2, 4, 6, 7, 8, 9, 10)}
@@ -587,11 +588,10 @@ def _continuing(task: Task, earlier: bytes) -> Task:
 
 
 def test_members_of_a_pending_head_are_needed(filled: Store) -> None:
-    entry = Entry(1, b"superseded", 0.0, 2)
-    filled.facts.put(NextHead(ROUNDS_TASK, 4, {"x": entry}))
-    assert b"superseded" in needed_blobs(ROUNDS, filled)
-    filled.facts.delete(NextHead)
-    assert b"superseded" not in needed_blobs(ROUNDS, filled)
+    planned = plan_head(filled, 4, task=ROUNDS_TASK, members={"x": b"superseded"})
+    assert {b"superseded", planned.members} <= needed_blobs(ROUNDS, filled)
+    filled.heads.delete(ROUNDS_TASK, 4)
+    assert not {b"superseded", planned.members} & needed_blobs(ROUNDS, filled)
 
 
 def test_served_blobs() -> None:

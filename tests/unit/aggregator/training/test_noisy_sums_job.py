@@ -23,7 +23,7 @@ from aggregator.algorithms.statistics.noisy_ridge import (
 from aggregator.algorithms.statistics.ridge import TEMPERATURE, solve
 from aggregator.graphs.head_export import mapped
 from aggregator.storage.blobs import FolderBlobs
-from aggregator.training.jobs import UNUSABLE, NoisySumsJob, Result
+from aggregator.training.jobs import NoisySumsJob, Result
 from aggregator.training.noisy_sums_job import from_total, require_no_wrap, run, to_total
 from edge_client.privacy.sum_mechanism import noisy_sums
 from protocol.errors import ProtofleetError
@@ -232,5 +232,5 @@ def test_list_whose_sums_could_wrap_around_is_unusable() -> None:
     """Below 264,000 images a square is negative before anything else wraps around."""
     counts = np.array([200_000, 64_000], np.int64) * UNITS
     require_no_wrap(counts, noise_multiplier=1.0)
-    with pytest.raises(ProtofleetError, match=f"{UNUSABLE}: its devices have 265000 images together"):
+    with pytest.raises(ProtofleetError, match="cannot be used: its devices have 265000 images together"):
         require_no_wrap(counts + 500 * UNITS, noise_multiplier=1.0)
