@@ -33,4 +33,13 @@ class HeadRejected:
     reason: str
 
 
-AggregatorEvent: TypeAlias = SubmissionAccepted | HeadActivated | HeadRejected
+@dataclass(frozen=True, kw_only=True)
+class AggregatorFailed:
+    """The aggregator has ended because of a failure, and starts again."""
+
+    reason: str
+    retry_s: float
+    """Seconds until its next start."""
+
+
+AggregatorEvent: TypeAlias = SubmissionAccepted | HeadActivated | HeadRejected | AggregatorFailed

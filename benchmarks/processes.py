@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import psutil
+
 from protocol.errors import ProtofleetError
 from protocol.mqtt.reconnecting_session import BrokerAddress
 
@@ -30,6 +32,12 @@ def running(module: str, *arguments: str, log: Path) -> Iterator[subprocess.Pope
     """Run a module's command line as long as the context lasts; its output goes to a file."""
     with running_program([sys.executable, "-m", module, *arguments], log=log) as process:
         yield process
+
+
+def serve_of(aggregator: subprocess.Popen[bytes]) -> int:
+    """Return the process id of the program `serve` of a running `aggregator run`."""
+    programs = psutil.Process(aggregator.pid).children()
+    return next(int(each.pid) for each in programs if "aggregator.server.program" in each.cmdline())
 
 
 @contextlib.contextmanager

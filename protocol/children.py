@@ -1,9 +1,9 @@
-"""Child processes that compute for a service: started with a pipe, heard, and killed.
+"""Child processes of a service: started with a pipe, heard, and killed.
 
 A service decides and keeps the state; what runs foreign code, or takes long, is a child, which may end at any
-instruction. A child is in a session of its own: Ctrl-C reaches only the service, and all of its processes can be killed
-together. It ends with its service: it holds the read end of a pipe to which the service never writes, and whose write
-end only the service holds.
+instruction. A supervisor's services are its children, too. A child is in a session of its own: Ctrl-C reaches only the
+service, and all of its processes can be killed together. It ends with its service: it holds the read end of a pipe to
+which the service never writes, and whose write end only the service holds.
 """
 
 import contextlib
@@ -54,6 +54,9 @@ class Process(Protocol):
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit status, or the negative number of the signal that ended it."""
 
+    def terminate(self) -> None:
+        """Send it SIGTERM."""
+
     def kill(self) -> None:
         """Kill it, and the processes that it has started."""
 
@@ -66,6 +69,8 @@ class Child:
 
     Args:
         module: the module that runs as the program; it calls `connect`.
+        on_line: None if its standard error is that of the service.
+        descriptors: open files of the service that it gets, too, with the same numbers.
 
     Raises:
         StateError: the process cannot be started.
@@ -77,9 +82,10 @@ class Child:
         module: str,
         *,
         on_message: Callable[[bytes], None],
-        on_line: Callable[[str], None],
+        on_line: Callable[[str], None] | None,
         on_end: Callable[[int], None],
         on_failure: Callable[[ThreadFailed], None],
+        descriptors: tuple[int, ...] = (),
     ) -> None:
         self._on_message, self._on_line, self._on_end = on_message, on_line, on_end
         self.is_killed = False
@@ -90,7 +96,8 @@ class Child:
         self._connection, there = Pipe()
         alive, self._alive = os.pipe()
         try:
-            self._process = launch(module, there, alive)
+            error = subprocess.PIPE if on_line is not None else None
+            self._process = launch(module, there, alive, error, descriptors)
         except StateError:
             self._close()
             raise
@@ -120,9 +127,14 @@ class Child:
         self.is_killed = True
         self._process.kill()
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait for the end of a killed child, so long at most."""
+    def terminate(self) -> None:
+        """Ask the child by SIGTERM to end; `on_end` follows if it handles the signal."""
+        self._process.terminate()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the end of the child, so long at most; return whether it has ended."""
         self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def abort(self, reason: str) -> None:
         """Kill a child that fails, which is its own end."""
@@ -130,13 +142,13 @@ class Child:
         self._process.kill()
 
     def _hear(self) -> None:
-        lines = _Lines(self._on_line)
+        lines = _Lines(self._on_line) if self._on_line is not None else None
 
         def read_line(stream: IO[bytes]) -> bool:
             with contextlib.suppress(OSError):
                 while self._connection.poll() and self._receive(self._connection):
                     """Messages that the child sent before the line, which may be about them."""
-            return lines.read(stream)
+            return lines is not None and lines.read(stream)
 
         with selectors.DefaultSelector() as selector:
             selector.register(self._connection, selectors.EVENT_READ, self._receive)
@@ -232,19 +244,25 @@ class _Session(subprocess.Popen[bytes]):
             kill_group(self.pid)
 
 
-def launch_process(module: str, pipe: Connection, alive: int) -> Process:
+def launch_process(
+    module: str,
+    pipe: Connection,
+    alive: int,
+    error: int | None = subprocess.PIPE,
+    descriptors: tuple[int, ...] = (),
+) -> Process:
     """Start a module of this interpreter as a process."""
     if not sys.executable or getattr(sys, "frozen", False):
         raise StateError(
-            "expected sys.executable to be a Python interpreter, which runs the device's jobs, got "
-            f"{sys.executable!r}: run edge-client as a program of its own"
+            "expected sys.executable to be a Python interpreter, which runs child processes, got "
+            f"{sys.executable!r}: run this service as a program of its own"
         )
     process = _Session(
         [sys.executable, "-P", "-m", module, str(pipe.fileno()), str(alive)],
-        pass_fds=(pipe.fileno(), alive),
+        pass_fds=(pipe.fileno(), alive, *descriptors),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+        stderr=error,
         start_new_session=True,
     )
     if (pidfd_open := getattr(os, "pidfd_open", None)) is not None:  # of Linux, and not of every Python there
@@ -253,18 +271,22 @@ def launch_process(module: str, pipe: Connection, alive: int) -> Process:
     return process
 
 
-launch: Callable[[str, Connection, int], Process] = launch_process
+launch: Callable[[str, Connection, int, int | None, tuple[int, ...]], Process] = launch_process
 """Starts children; tests replace it to run them on threads."""
 
 
-def connect(arguments: Sequence[str]) -> Connection:
-    """Return the pipe to the service of this process, which ends when the service does."""
+def connect(arguments: Sequence[str], *, oom_score: int | None = OOM_SCORE) -> Connection:
+    """Return the pipe to the service of this process, which ends when the service does.
+
+    `oom_score` (at most 1000) is None for a child that Linux is not to kill before its service.
+    """
     # A service manager sends it to all processes; the service decides.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     pipe, alive = map(int, arguments)
     end_with(alive)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE), encoding="ascii")
+    if oom_score is not None:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text(str(oom_score), encoding="ascii")
     return Connection(pipe)
 
 

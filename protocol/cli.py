@@ -372,14 +372,14 @@ def run(command: click.Command, *, program: str, extras: str | None = None) -> N
         sys.stdout = None
         sys.exit(1)
     except Exception as error:
-        if not (problem := _problem(error, extras)):
+        if not (problem := problem_of(error, extras)):
             raise
         _show_error(problem)
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _problem(error: Exception, extras: str | None) -> str:
+def problem_of(error: Exception, extras: str | None) -> str:
     """Return an expected failure in one line; empty for an error of the program."""
     if isinstance(error, ProtofleetError):
         return str(error)

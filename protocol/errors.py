@@ -68,6 +68,10 @@ class StateError(ProtofleetError):
     """The state directory cannot be read or written."""
 
 
+class StateRefused(StateError):
+    """A state directory of another version of protofleet, or a path that can be none: no repetition helps."""
+
+
 class NoStateError(StateError):
     """A database in which no aggregator has made tables yet."""
 

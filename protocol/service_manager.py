@@ -7,6 +7,8 @@ import socket
 import sys
 import time
 import types
+from collections.abc import Callable
+from typing import Literal
 
 INTERVAL_S = 10.0
 """Time between two signs of life; far below the units' `WatchdogSec`."""
@@ -32,11 +34,10 @@ class ServiceManager:
     """The service manager that started this program, if any; the main loop calls `alive` in each iteration."""
 
     def __init__(self) -> None:
-        self._address = os.environ.get("NOTIFY_SOCKET", "")
         self._due_s = 0.0
 
     def ready(self) -> None:
-        self._send(b"READY=1")
+        notify("READY=1")
 
     def alive(self) -> None:
         """Report that the main loop runs, at most every `INTERVAL_S`.
@@ -45,16 +46,25 @@ class ServiceManager:
         """
         if _is_terminated:
             sys.exit(0)
-        if self._address and time.monotonic() >= self._due_s:
+        if time.monotonic() >= self._due_s:
             self._due_s = time.monotonic() + INTERVAL_S
-            self._send(b"WATCHDOG=1")
+            notify("WATCHDOG=1")
 
-    def _send(self, state: bytes) -> None:
-        if not self._address:
-            return
-        # A leading @ stands for the null byte of an abstract address.
-        address = self._address.replace("@", "\0", 1) if self._address.startswith("@") else self._address
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            sender.setblocking(False)  # a sign of life that cannot be sent is not worth waiting for
-            sender.connect(address)
-            sender.send(state)
+
+State = Literal["READY=1", "WATCHDOG=1"]
+
+
+def notify_systemd(state: State) -> None:
+    """Send a state to systemd, if it has started this program as a service that notifies."""
+    if not (address := os.environ.get("NOTIFY_SOCKET", "")):
+        return
+    # A leading @ stands for the null byte of an abstract address.
+    address = address.replace("@", "\0", 1) if address.startswith("@") else address
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.setblocking(False)  # a sign of life that cannot be sent is not worth waiting for
+        sender.connect(address)
+        sender.send(state.encode())
+
+
+notify: Callable[[State], None] = notify_systemd
+"""Sends a state to the service manager; the program of a supervisor replaces it."""

@@ -1,31 +1,43 @@
 """The aggregator of a fleet in this program."""
 
+import contextlib
+import logging
 import os
 import queue
+import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 from aggregator.config.task_file import load_task
 from aggregator.config.training_packages import require_packages_of
+from aggregator.messaging.embedded_broker import EmbeddedBroker
 from aggregator.server import events as service
 from aggregator.server.aggregator import prepare, serve
+from aggregator.server.program import reason_kept
 from aggregator.status.collect import collect_status
 from aggregator.status.model import Status
 from aggregator.storage.open_store import open_store
-from protocol.errors import ConfigError, StateError
+from aggregator.supervised import failure_of
+from protocol.errors import ConfigError, StateError, ThreadFailed
+from protocol.log import event, notify
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, parse_broker
+from protocol.retry_delay import RestartDelay
 from protocol.storage.state_folder import default_state_folder
 from protofleet.embedded import Embedded
-from protofleet.events import AggregatorEvent, HeadActivated, SubmissionAccepted
+from protofleet.events import AggregatorEvent, AggregatorFailed, HeadActivated, SubmissionAccepted
 from protofleet.model import Model
 from protofleet.packages import needed_packages
+
+log = logging.getLogger(__name__)
 
 
 class Aggregator(Embedded):
     """The aggregator of a fleet, as `aggregator run` runs one, on threads of this program.
 
-    Use it as a context manager, or with `start` and `stop`. Heads are trained in processes of their own.
+    Use it as a context manager, or with `start` and `stop`. Heads are trained in processes of their own. Once it has
+    started, a failure that may pass, such as a full disk, makes it start again.
 
     Args:
         task: the task file (TOML).
@@ -68,6 +80,8 @@ class Aggregator(Embedded):
         self._access = access
         self._embedded_broker = embedded_broker
         self._queue: service.Events = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._broker_failure: ThreadFailed | None = None
 
     @property
     def state(self) -> Path:
@@ -76,19 +90,44 @@ class Aggregator(Embedded):
 
     @needed_packages("Aggregator")
     def _run(self, on_ready: Callable[[], None]) -> None:
+        self._stopping.clear()
+        self._broker_failure = None
+        with contextlib.ExitStack() as cleanup:
+            if self._embedded_broker:
+                broker = EmbeddedBroker(self._broker, on_failure=self._broker_failed)
+                broker.start()
+                cleanup.callback(broker.stop)
+            delay = RestartDelay()
+            while not self._stopping.is_set():
+                start_s = time.monotonic()
+                try:
+                    self._serve(on_ready)
+                except Exception as error:
+                    if not self._ready.is_set() or self._broker_failure is not None:
+                        raise
+                    failed = failure_of(error)
+                    if failed.is_final:
+                        raise
+                    retry_s = delay.next_s(ran_s=time.monotonic() - start_s)
+                    event(log, logging.ERROR, "aggregator ended", reason=failed.reason, retry_s=retry_s)
+                    notify(AggregatorFailed(reason=failed.reason, retry_s=retry_s))
+                    self._stopping.wait(retry_s)
+
+    def _serve(self, on_ready: Callable[[], None]) -> None:
         self._queue = queue.SimpleQueue()
-        with closing(open_store(self._folder, lock=True)) as store:
+        if self._stopping.is_set():
+            return
+        with closing(open_store(self._folder, lock=True)) as store, reason_kept(self._folder):
             prepared, access = prepare(self._task, self._backbones, store, self._access)
             on_ready()
-            serve(
-                *(prepared, store),
-                broker=self._broker,
-                access=access,
-                embedded_broker=self._embedded_broker,
-                events=self._queue,
-            )
+            serve(prepared, store, broker=self._broker, access=access, events=self._queue)
+
+    def _broker_failed(self, failure: ThreadFailed) -> None:
+        self._broker_failure = failure
+        self._queue.put(failure)
 
     def _request_stop(self) -> None:
+        self._stopping.set()
         self._queue.put(service.Stop())
 
     def status(self) -> Status:

@@ -1,6 +1,12 @@
 """Events of devices and aggregators in this program, as their callbacks get them."""
 
-from aggregator.notices import AggregatorEvent, HeadActivated, HeadRejected, SubmissionAccepted
+from aggregator.notices import (
+    AggregatorEvent,
+    AggregatorFailed,
+    HeadActivated,
+    HeadRejected,
+    SubmissionAccepted,
+)
 from edge_client.service.notices import (
     BrokerConnected,
     BrokerDisconnected,
@@ -13,6 +19,7 @@ from edge_client.service.notices import (
 
 __all__ = [
     "AggregatorEvent",
+    "AggregatorFailed",
     "BrokerConnected",
     "BrokerDisconnected",
     "DeviceEvent",

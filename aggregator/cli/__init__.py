@@ -6,8 +6,8 @@ import protocol.first_process  # noqa: F401 - before all others
 
 import click
 
+from aggregator import EXTRAS
 from aggregator.cli import enrollment, monitoring, operator_commands, programs, task_file
-from aggregator.cli.state import EXTRAS
 from protocol.cli import Commands, examples, run
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import click
 import msgspec
 
+from aggregator import EXTRAS
 from aggregator.cli.programs import run_command
-from aggregator.cli.state import EXTRAS, state_option
+from aggregator.cli.state import state_option
 from protocol.cli import (
     examples,
     read_access,

@@ -1,13 +1,13 @@
-"""`aggregator run`."""
+"""`aggregator run`: the supervisor of the programs `serve`, `http` and the embedded broker."""
 
-import contextlib
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from aggregator.cli.state import EXTRAS, state_option
+from aggregator import EXTRAS
+from aggregator.cli.state import state_option
 from protocol.cli import (
     access_options,
     config_option,
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from protocol.mqtt.tls import BrokerAccess, BrokerAddress
 
 log = logging.getLogger(__name__)
+
+SERVE = "aggregator.server.program"
+"""The module of the program `serve`."""
 
 
 @click.command(
@@ -69,8 +72,8 @@ log = logging.getLogger(__name__)
 @setting(
     "--embedded-broker",
     is_flag=True,
-    help="Run a broker in this process, for trying out; without --broker, reachable from this machine only. It "
-    "accepts every client, and retained messages fill this program's memory.",
+    help="Run a broker, too, for trying out; without --broker, reachable from this machine only. It accepts every "
+    "client, and retained messages fill its memory.",
 )
 @setting(
     "--http",
@@ -119,13 +122,11 @@ def run_command(  # noqa: PLR0913 - one for each option
     stop_on_terminate()
     start_logging(verbose=verbose)
     require_packages("onnx", "onnxruntime", "scipy", extras=EXTRAS)
-    from aggregator.cluster_modules import ENGINES, cluster_module
-    from aggregator.config.task_file import class_name_notes, load_task
-    from aggregator.config.training_packages import require_packages_of
-    from aggregator.http.process import http_server
+    from aggregator.http.process import listening_settings
     from aggregator.http.settings import http_settings
-    from aggregator.server.aggregator import prepare, serve
-    from aggregator.storage.open_store import open_store, run_with_store
+    from aggregator.messaging.broker_program import BrokerSettings
+    from aggregator.server.program import ServeSettings
+    from aggregator.supervisor import Program, Supervisor
 
     access = read_access(**access_given)
     dashboard = http_settings(
@@ -136,25 +137,24 @@ def run_command(  # noqa: PLR0913 - one for each option
         read_token_file=http_read_token_file,
     )
     brokers = _checked_brokers(broker, access, embedded_broker=embedded_broker)
-    task_file, backbones = load_task(task)
-    require_packages_of(task_file)
-    for note in class_name_notes(task_file.classes):
-        log.warning("class names: %s", note)
-    if (engine := task_file.training.engine) in ENGINES:
-        cluster_module(ENGINES, engine).require()
-
-    def open_and_serve() -> None:
-        opened = open_store(state, lock=True, blobs=blobs, database=database, fleet=task_file.fleet)
-        with contextlib.closing(opened) as store, http_server(dashboard, state):
-            prepared, own_access = prepare(task_file, backbones, store, access)
-            serve(
-                *(prepared, store),
-                broker=brokers,
-                access=own_access,
-                embedded_broker=embedded_broker,
-            )  # until interrupted
-
-    run_with_store(state, database, open_and_serve)
+    serving = ServeSettings(
+        task=task,
+        state=state,
+        blobs=blobs,
+        database=database,
+        brokers=brokers,
+        access=access,
+        verbose=verbose,
+    )
+    with listening_settings(dashboard, state) as listening:
+        programs = []
+        if listening is not None:
+            files = (listening.socket,)
+            programs.append(Program("http", "aggregator.http", listening, descriptors=files, is_told=True))
+        if embedded_broker:
+            settings = BrokerSettings(brokers[0], verbose)
+            programs.append(Program("broker", "aggregator.messaging.broker_program", settings))
+        Supervisor([*programs, Program("serve", SERVE, serving)]).run()
 
 
 def _checked_brokers(

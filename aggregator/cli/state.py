@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
-EXTRAS = "aggregator,cpu"
-"""Extras of the package that the program needs."""
-
 state_option = setting(
     "--state",
     type=click.Path(file_okay=False, path_type=Path),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from aggregator.cli.state import EXTRAS
+from aggregator import EXTRAS
 from protocol.class_folders import class_folders
 from protocol.cli import counted, examples, require_packages, say
 from protocol.errors import ConfigError, ProtofleetError

@@ -154,7 +154,10 @@ class _Server:
         return PlainTextResponse("ok\n")
 
     async def ready(self, _request: Request) -> Response:
-        found = _readiness(await self._snapshots.current())
+        if self._snapshots.problem:  # neither disk nor database may be usable
+            found = Readiness(ready=False, problems=(f"the aggregator has ended: {self._snapshots.problem}",))
+        else:
+            found = _readiness(await self._snapshots.current())
         return _json(found, 200 if found.ready else 503)
 
     async def metrics(self, _request: Request) -> Response:

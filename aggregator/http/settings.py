@@ -1,7 +1,6 @@
 """The settings of the HTTP server: where it listens, and which requests it accepts."""
 
 import ipaddress
-import secrets
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,13 +42,15 @@ class HttpAddress:
 
 
 class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of the HTTP server; its process receives them on its standard input."""
+    """The settings of the HTTP server."""
 
     address: HttpAddress
     is_default: bool = False
     """No address was given: if it is taken, the aggregator runs without a server."""
     token: str = ""
     """The secret that commands require; empty until the server starts if none was given."""
+    is_own_token: bool = False
+    """None was given, and the server writes it to the state directory."""
     read_token: str = ""
     """The secret with which a client may only read; empty if there is none."""
     hosts: tuple[str, ...] = ()
@@ -106,15 +107,14 @@ def parse_address(text: str) -> HttpAddress:
     raise ConfigError(f"expected --http as HOST:PORT, [IPV6]:PORT or {OFF}, got {text!r}")
 
 
-def new_token(state: Path) -> str:
-    """Return a new token, written to the state directory, readable by its owner only.
+def write_token(settings: HttpSettings) -> None:
+    """Write an own token to the state directory, readable by its owner only; raises StateError.
 
     Each start of the aggregator makes one: while the port was free, another user of this machine could have listened on
     it, and received the token of a page that was open.
     """
-    token = secrets.token_urlsafe(32)
-    write_atomically(state / TOKEN_FILE, f"{token}\n".encode(), mode=0o600)
-    return token
+    if settings.is_own_token:
+        write_atomically(Path(settings.state) / TOKEN_FILE, f"{settings.token}\n".encode(), mode=0o600)
 
 
 def listen(address: HttpAddress) -> socket.socket:

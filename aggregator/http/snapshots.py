@@ -63,6 +63,8 @@ class Snapshots:
         self._snapshot = Snapshot("")
         self._reading = asyncio.Lock()
         self._ended = asyncio.Event()
+        self.problem = ""
+        """Why the program `serve` has ended, by its supervisor; empty while it runs."""
 
     async def end(self) -> None:
         self._ended.set()

@@ -1,6 +1,5 @@
 """The aggregator: one event at a time, on one thread."""
 
-import contextlib
 import logging
 import queue
 import time
@@ -15,7 +14,6 @@ from aggregator.heads.schedule import Schedule
 from aggregator.intake.uploads import Uploads
 from aggregator.intake.validation import Refused, count_rows, read_message
 from aggregator.messaging.blob_sender import BlobSender
-from aggregator.messaging.embedded_broker import EmbeddedBroker
 from aggregator.messaging.manifest_signer import identity_of
 from aggregator.messaging.publisher import Publisher
 from aggregator.security.identity import aggregator_access, restore_access
@@ -32,7 +30,7 @@ from protocol.errors import StateError, ThreadFailed
 from protocol.log import event as log_event
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.own_presence import OwnPresence, require_not_replaced
-from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, Brokers, addresses_of
+from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, Brokers
 from protocol.service_manager import ServiceManager
 from protocol.wire.messages import Submission
 from protocol.wire.presence import Duplicate
@@ -239,30 +237,16 @@ def serve(
     *,
     broker: Brokers,
     access: BrokerAccess = NO_AUTHENTICATION,
-    embedded_broker: bool = False,
     events: Events | None = None,
 ) -> None:
-    """Serve a fleet, with a broker in this process if asked for, until `Stop` is put into `events`.
+    """Serve a fleet until `Stop` is put into `events`.
 
     Raises:
-        ConfigError: the embedded broker cannot listen.
+        ConfigError: a key or another aggregator of the fleet keeps it from serving.
         StateError: the state directory cannot be used.
         ThreadFailed: a thread that it depends on has ended.
     """
-    events = queue.SimpleQueue() if events is None else events
-    with contextlib.ExitStack() as cleanup:
-        if embedded_broker:
-            embedded = EmbeddedBroker(addresses_of(broker)[0], on_failure=events.put)
-            embedded.start()
-            cleanup.callback(embedded.stop)
-        aggregator = Aggregator(
-            task,
-            store,
-            broker=broker,
-            access=access,
-            events=events,
-        )
-        aggregator.run()
+    Aggregator(task, store, broker=broker, access=access, events=events).run()
 
 
 def _next_epoch(task: Task, store: Store) -> int:

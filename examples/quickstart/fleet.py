@@ -170,10 +170,11 @@ def peak_memory_bytes(pid: int) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes started by a process, such as the jobs of a device; none where there is no /proc."""
-    found = Path(f"/proc/{pid}/task").glob("*/children")
+    """Return the processes that a process, or one of these, has started; none where there is no /proc."""
+    files = Path(f"/proc/{pid}/task").glob("*/children")
     with contextlib.suppress(OSError):
-        return [int(child) for file in found for child in file.read_text().split()]
+        found = [int(child) for file in files for child in file.read_text().split()]
+        return [each for child in found for each in (child, *children(child))]
     return []
 
 

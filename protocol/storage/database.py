@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from protocol.errors import StateError
+from protocol.errors import StateError, StateRefused
 from protocol.log import event
 from protocol.storage.blobstore import create_atomically, state_errors
 from protocol.storage.folder_lock import FolderLock
@@ -299,7 +299,7 @@ class Database:
         """Raise StateError unless the file has the current schema."""
         version = _version(database)
         if version > self._newest:
-            raise StateError(f"{self._found(database)}: upgrade protofleet here, or use another --state")
+            raise StateRefused(f"{self._found(database)}: upgrade protofleet here, or use another --state")
         if not version:
             raise self._damaged("damaged: it is empty")
         if version <= self._base and self._lock is not None:  # a cache, which has no lock, is made anew
@@ -307,8 +307,8 @@ class Database:
         if self._is_outdated(database):
             raise StateError(f"{self._found(database)}: start `{self._program}` on it once")
 
-    def _not_carried_over(self, database: sqlite3.Connection) -> StateError:
-        return StateError(
+    def _not_carried_over(self, database: sqlite3.Connection) -> StateRefused:
+        return StateRefused(
             f"{self._found(database)}: the state of an earlier protofleet is not carried over: use another "
             f"--state; {self._advice}"
         )

@@ -5,7 +5,7 @@ import os
 import re
 from pathlib import Path
 
-from protocol.errors import ConfigError, StateError
+from protocol.errors import ConfigError, StateError, StateRefused
 from protocol.log import event
 from protocol.storage.blobstore import state_errors, write_atomically
 
@@ -61,8 +61,13 @@ def make_state_folder(folder: Path) -> None:
 
     Raises:
         ConfigError: it is among Python source files.
+        StateRefused: a part of its path is a file.
         StateError: it cannot be written.
     """
+    with state_errors(folder):
+        is_in_file = any(each.is_file() for each in (folder, *folder.parents))
+    if is_in_file:
+        raise StateRefused(f"cannot use {folder}: Not a directory")
     refuse_source_folder(folder, option="--state")
     _refuse_other_owner(folder)
     if found := network_file_system(folder):

@@ -18,6 +18,7 @@ from protocol.errors import pip_command
 from protofleet.cli import cli as protofleet
 from sums_operator.cli import cli as sums
 from tests.support.fleets.aggregator_process import without, write_task
+from tests.support.fleets.fleet import with_startup_code
 from tests.support.fleets.fork_server import run_command
 from tests.support.messages.submissions import SERVED
 
@@ -142,11 +143,15 @@ def test_missing_extra_is_one_line(
     ],
     ids=["rounds", "adapter"],
 )
-def test_task_names_the_extra_that_it_needs(tmp_path: Path, settings: str, setting: str) -> None:
+def test_task_names_the_extra_that_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: str, setting: str
+) -> None:
     """Without PyTorch, `run` ends before it has a state, and `check` and `doctor` say so before."""
     task, state = str(write_task(tmp_path, settings)), str(tmp_path / "state")
     program = f"{without(*TRAINING)}from aggregator.cli import main"
     install = pip_command("aggregator,cpu,train")
+    hidden = with_startup_code(tmp_path / "hidden", without(*TRAINING))  # of the program `serve`
+    monkeypatch.setenv("PYTHONPATH", hidden["PYTHONPATH"])
     done = run_command(program, "run", "--task", task, "--state", state)
     reason = f"{setting} needs onnxscript and torch"
     assert (done.returncode, done.stderr) == (1, f"error: {reason}: {install}\n")

@@ -16,7 +16,7 @@ import psutil
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from benchmarks.device.measurement import peak_memory
-from benchmarks.processes import ROOT, free_address, running, running_mosquitto
+from benchmarks.processes import ROOT, free_address, running, running_mosquitto, serve_of
 from protocol.errors import ProtofleetError, StateError
 from protocol.storage.blobstore import file_digest
 
@@ -163,7 +163,7 @@ class Programs:
     def measured(self) -> Iterator[dict[str, Any]]:
         """Yield a dict that has the costs when the context has ended; a new process counts from its start."""
         began_s, attempts, frames = time.monotonic(), self.loads.sum("attempts"), self.loads.sum("frames")
-        before = {each.pid: _cpu_s(each.pid) for each in (self.aggregator, self.mosquitto)}
+        before = {pid: _cpu_s(pid) for pid in (serve_of(self.aggregator), self.mosquitto.pid)}
         costs: dict[str, Any] = {}
         yield costs
         costs |= {
@@ -172,7 +172,7 @@ class Programs:
             "attempts": self.loads.sum("attempts") - attempts,
             "frames": self.loads.sum("frames") - frames,
         }
-        for name, pid in (("aggregator", self.aggregator.pid), ("broker", self.mosquitto.pid)):
+        for name, pid in (("aggregator", serve_of(self.aggregator)), ("broker", self.mosquitto.pid)):
             costs[f"{name}_cpu_s"] = _cpu_s(pid) - before.get(pid, 0.0)
             costs[f"{name}_bytes"] = psutil.Process(pid).memory_info().rss
             costs[f"{name}_peak_bytes"] = peak_memory(pid)

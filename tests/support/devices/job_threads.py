@@ -26,7 +26,7 @@ class JobThread:
     newest: ClassVar["JobThread"]
     _all: ClassVar[list["JobThread"]] = []
 
-    def __init__(self, module: str, pipe: Connection, _alive: int) -> None:
+    def __init__(self, module: str, pipe: Connection, *_: object) -> None:
         assert module == "edge_client.job"
         self._pipe = Connection(os.dup(pipe.fileno()))
         self._code = 1

@@ -68,7 +68,7 @@ class Lacking(PathFinder):
     def find_spec(cls, name, path=None, target=None):
         return None if name.partition(".")[0] in {packages!r} else PathFinder.find_spec(name, path, target)
 
-sys.meta_path[sys.meta_path.index(PathFinder)] = Lacking
+sys.meta_path[:] = [Lacking if each is PathFinder else each for each in sys.meta_path]
 """
 
 

@@ -1,6 +1,7 @@
 """`aggregator` whose trainings wait instead of training an adapter, and so do not import PyTorch.
 
-`python -m tests.support.fleets.fast_aggregator FOLDER BLOBS ENGINE` is such a training.
+`python -m tests.support.fleets.fast_aggregator FOLDER BLOBS ENGINE` is such a training, and with two arguments the
+program `serve`.
 """
 
 import hashlib
@@ -14,6 +15,8 @@ import numpy as np
 
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.fedtc.training_set import TrainingSet
+from aggregator.server.program import ServeSettings, run
+from aggregator.supervised import run_program
 from aggregator.training import execution, job_processes
 
 TRAINING_S = 4.0
@@ -23,8 +26,9 @@ TRAINING_S = 4.0
 def main() -> None:
     """Run `aggregator`."""
     from aggregator import cli
+    from aggregator.cli import programs
 
-    job_processes.PROGRAM = __name__
+    programs.SERVE = __name__
     cli.main()
 
 
@@ -41,6 +45,9 @@ def _adapter(data: TrainingSet, **_: Any) -> tuple[tuple[Dense, ...], int]:
     ), 1
 
 
+if __name__ == "__main__" and len(sys.argv) == 3:
+    job_processes.PROGRAM = "tests.support.fleets.fast_aggregator"
+    run_program(ServeSettings, run)
 if __name__ == "__main__":
     adapter: Any = ModuleType("adapter")
     adapter.train_adapter = _adapter

@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -139,6 +138,13 @@ def _fork_server() -> ForkServer:
     return server
 
 
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 class Fleet:
     """The processes of one test; as a context, it ends all of them.
 
@@ -171,6 +177,8 @@ class Fleet:
         self.starts: Counter[str] = Counter()
         self._device_broker = device_broker or broker
         self._enrolled = enrolled
+        self._supervisors: set[str] = set()
+        """Names of aggregators."""
 
     def __enter__(self) -> Self:
         return self
@@ -178,7 +186,8 @@ class Fleet:
     def __exit__(self, *_: object) -> None:
         for process in self.processes.values():
             process.terminate()
-            process.send_signal(signal.SIGCONT)
+        for name in self.processes:
+            self.resume(name)
         for process in self.processes.values():
             try:
                 process.wait(timeout=120)
@@ -218,6 +227,7 @@ class Fleet:
         self, task: Path, *options: str | Path, name: str = "aggregator", state: Path | None = None
     ) -> Process:
         tls = ["--tls"] if self._enrolled else []
+        self._supervisors.add(name)
         return self.start(
             *(name, self.aggregator_program, "run", "--task", task),
             *("--state", state or self.aggregator_state),
@@ -245,20 +255,36 @@ class Fleet:
         self.processes[name].terminate()
         self.wait_exit(name)
 
-    def kill(self, name: str, *, with_children: bool = True) -> None:
-        """End a process, and by default its children, by SIGKILL."""
-        process = self.processes[name]
-        children = psutil.Process(process.pid).children() if with_children and process.poll() is None else []
-        process.kill()
-        process.wait()
-        for child in children:
-            child.kill()
+    def kill(self, name: str, *, with_jobs: bool = True) -> None:
+        """End a program, and by default its jobs, by SIGKILL."""
+        services, jobs = self.services(name), self.jobs(name)
+        self.processes[name].kill()
+        self.processes[name].wait()
+        for job in jobs if with_jobs else ():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                job.kill()
+        self.wait_until(f"the end of all programs of {name}", lambda: not any(map(_runs, services)))
+
+    def services(self, name: str) -> list[psutil.Process]:
+        """Return the process of a program, and of an aggregator those that it supervises."""
+        if self.processes[name].poll() is not None:
+            return []
+        process = psutil.Process(self.processes[name].pid)
+        return [process, *(process.children() if name in self._supervisors else ())]
+
+    def jobs(self, name: str) -> list[psutil.Process]:
+        """Return the processes that a program, or those that it supervises, have started."""
+        services = self.services(name)
+        family = services[0].children(recursive=True) if services else []
+        return [each for each in family if each not in services]
 
     def pause(self, name: str) -> None:
-        self.processes[name].send_signal(signal.SIGSTOP)
+        for each in self.services(name):
+            each.suspend()
 
     def resume(self, name: str) -> None:
-        self.processes[name].send_signal(signal.SIGCONT)
+        for each in self.services(name):
+            each.resume()
 
     def device_state(self, name: str) -> Path:
         return self.root / "devices" / name

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import itertools
 import json
 import os
 import queue
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from edge_client.graphs import watchdog
+from protocol import children
 
 _FORKS = """
 import json, os, sys
@@ -187,34 +189,54 @@ class ForkServer:
                 program.ended.set()
 
 
-class _ForkedJob(subprocess.Popen[Any]):
-    """`subprocess.Popen` that forks where a Python module is to be run."""
+class _Forking:
+    """A mixin for `subprocess.Popen` that forks where a Python module is to be run."""
+
+    pid: int
+
+    def _forks(self, args: Any) -> bool:
+        return list(args[:2]) == [sys.executable, "-m"]
 
     def _execute_child(self, args: Any, executable: Any, *rest: Any) -> None:
-        if list(args[:2]) != [sys.executable, "-m"]:
+        if not self._forks(args):
             super()._execute_child(args, executable, *rest)  # type: ignore[misc]
             return
-        # The arguments that CPython passes on: pipes for the child and for itself.
+        # The arguments that CPython passes on: descriptors for the child, and pipes for the child and for itself.
         read_in, write_in, read_out, write_out, read_err, write_err = rest[8:14]
         self.pid = os.fork()
         if self.pid == 0:
-            _run_job(args, read_in, write_out, write_err)
+            _run_job(args[args.index("-m") + 1 :], rest[2], read_in, write_out, write_err)
         self._child_created = True
         self._close_pipe_fds(read_in, write_in, read_out, write_out, read_err, write_err)  # type: ignore[attr-defined]
 
 
-def _run_job(args: list[str], *handles: int) -> NoReturn:
+class _ForkedJob(_Forking, subprocess.Popen[Any]):
+    """A process of a module."""
+
+
+class _ForkedService(_Forking, children._Session):
+    """A program of `aggregator run` with the large packages."""
+
+    def _forks(self, args: Any) -> bool:
+        return args[3] in {"aggregator.server.program", "tests.support.fleets.fast_aggregator"}
+
+
+def _run_job(args: list[str], kept: tuple[int, ...], *handles: int) -> NoReturn:
     code = 1
     try:
         os.setsid()
         for number, handle in enumerate(handles):
-            os.dup2(handle, number)
-        os.closerange(3, 1024)
+            if handle != -1:
+                os.dup2(handle, number)
+        for first, end in itertools.pairwise([2, *sorted(kept), 1024]):
+            os.closerange(first + 1, end)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        sys.argv = args[2:]
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        sys.argv = args
+        # Another fork may replace them, which must not close the descriptors.
+        sys.stdout, sys.stderr = (os.fdopen(each, "w", closefd=False) for each in (1, 2))
+        sys.modules.pop(args[0], None)
         try:
-            runpy.run_module(args[2], run_name="__main__")
+            runpy.run_module(args[0], run_name="__main__")
             code = 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
@@ -240,6 +262,7 @@ def _prepare_child(request: dict[str, Any]) -> None:
     if request["environment"] is not None:
         os.environ.clear()
         os.environ.update(request["environment"])
+    children._Session = _ForkedService  # type: ignore[misc]
     if request["forks_jobs"]:
         subprocess.Popen = _ForkedJob  # type: ignore[misc]
     # A thread that was made before a fork cannot be started after it.

@@ -9,9 +9,12 @@ import os
 import signal
 import sys
 from functools import reduce
+from multiprocessing.connection import Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from aggregator import supervisor
+from aggregator.server import program as serve
 from tests.support.fleets.fleet import Fleet
 
 KILLED_AT = "PROTOFLEET_TEST_KILLED_AT"
@@ -25,6 +28,12 @@ def run_until_killed(fleet: Fleet, name: str, point: str, *program: str | Path) 
 
 def start_killed(fleet: Fleet, name: str, point: str, *program: str | Path) -> None:
     fleet.start(name, __name__, *program, environment={KILLED_AT: point})
+
+
+def _run_serve(of: supervisor.Supervisor) -> NoReturn:
+    settings: Any = of._all[-1].program.settings
+    serve.run(settings, Pipe()[0])
+    sys.exit()
 
 
 def main() -> None:
@@ -41,6 +50,8 @@ def main() -> None:
 
     setattr(owner, last, killed)
     del sys.argv[0]
+    # The program `serve` runs in this process, where the function is replaced.
+    setattr(supervisor.Supervisor, "run", _run_serve)  # noqa: B010 - mypy refuses the assignment
     importlib.import_module(sys.argv[0]).main()
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import psutil
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
@@ -199,7 +198,7 @@ class AttackedFleet(Fleet):
         return {row["device"] for row in self.status()["devices"]}
 
     def memory_bytes(self) -> int:
-        return int(psutil.Process(self.processes["aggregator"].pid).memory_info().rss)
+        return sum(int(each.memory_info().rss) for each in self.services("aggregator"))
 
     def stores(self, part: bytes) -> bool:
         """Return whether a file of the aggregator contains some bytes."""

@@ -68,10 +68,16 @@ class OneFleet(Fleet):
         self.start(name, "aggregator.cli", "run", *options, environment=self.environment)
 
     def refused_run(self, *options: str | Path) -> str:
-        """Return the log of an aggregator that does not start."""
+        """Return the log of an aggregator that does not serve; it is killed before it tries again."""
+        before = len(self.log("refused"))
         self.run(*options, name="refused")
-        self.wait_exit("refused", code=1)
-        return self.log("refused")
+        process = self.processes["refused"]
+        self.wait_until(
+            "the refusal",
+            lambda: process.poll() is not None or "program ended" in self.log("refused")[before:],
+        )
+        self.kill("refused")
+        return self.log("refused")[before:]
 
 
 class TwoFleets:

@@ -179,10 +179,10 @@ class FaultyFleet(Fleet):
                 self.start_device(name, self._inputs / name)
             self._expected.add(name)
 
-    def kill(self, name: str, *, with_children: bool = True) -> None:
+    def kill(self, name: str, *, with_jobs: bool = True) -> None:
         """End a process by SIGKILL; what it has in transit is lost too."""
         self._expected.discard(name)
-        super().kill(name, with_children=with_children)
+        super().kill(name, with_jobs=with_jobs)
         if name == "aggregator":
             self.aggregator_net.cut()
         else:

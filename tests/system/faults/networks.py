@@ -126,7 +126,7 @@ def full_disk(fleet: FaultyFleet) -> int:
     """For a while, no file of it grows past 100 kB: it refuses every upload, which each device logs once."""
     fleet.run("aggregator")
     fleet.wait_for_log("aggregator", CONNECTED)
-    process = fleet.processes["aggregator"].pid
+    process = fleet.services("aggregator")[-1].pid
     resource.prlimit(process, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     fleet.run(*DEVICES)
     fleet.wait_until("refusals", lambda: fleet.device_log.answers["no_space"] >= 3)

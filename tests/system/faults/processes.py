@@ -69,7 +69,7 @@ def _kill_in_training(fleet: FaultyFleet) -> int:
         fleet.wait_until("a training", lambda: _is_training(fleet))
         fleet.net.down = Faults(bytes_per_s=1_000_000)
         fleet.sleep_up_to(1.0)
-        fleet.kill("aggregator", with_children=with_training)
+        fleet.kill("aggregator", with_jobs=with_training)
         killed += not fleet.status()["heads"]
         fleet.run("aggregator")
     return killed
@@ -77,8 +77,7 @@ def _kill_in_training(fleet: FaultyFleet) -> int:
 
 def _is_training(fleet: FaultyFleet) -> bool:
     try:
-        children = psutil.Process(fleet.processes["aggregator"].pid).children()
-        return any(fleet.aggregator_program in child.cmdline() for child in children)
+        return any(fleet.aggregator_program in job.cmdline() for job in fleet.jobs("aggregator"))
     except psutil.Error:
         return False  # a child that ends this very moment
 

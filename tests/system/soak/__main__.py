@@ -223,9 +223,9 @@ def sample(fleet: ChangingFleet, *, at_s: float) -> list[Sample]:
     for name in fleet.running:
         state = fleet.device_state(name) if name in fleet.names else fleet.root / name
         try:
-            process = psutil.Process(fleet.mosquitto.pid if name == "broker" else fleet.processes[name].pid)
-            with process.oneshot():
-                memory, handles = process.memory_info().rss, process.num_fds()
+            processes = [psutil.Process(fleet.mosquitto.pid)] if name == "broker" else fleet.services(name)
+            memory = sum(each.memory_info().rss for each in processes)
+            handles = sum(each.num_fds() for each in processes)
         except psutil.Error:
             continue
         samples.append(Sample(name, at_s, fleet.starts[name], memory, handles, folder_bytes(state)))

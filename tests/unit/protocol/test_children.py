@@ -232,7 +232,7 @@ def test_a_program_that_is_no_python_says_so(
     """An embedded interpreter, or a frozen program: it cannot run a module."""
     monkeypatch.setattr(sys, name, value, raising=False)
     before = len(list(Path("/dev/fd").iterdir()))
-    with pytest.raises(StateError, match="run edge-client as a program of its own"):
+    with pytest.raises(StateError, match="run this service as a program of its own"):
         Child("unused", on_message=print, on_line=print, on_end=print, on_failure=print)
     assert len(list(Path("/dev/fd").iterdir())) <= before
 

@@ -14,10 +14,11 @@ from edge_client.config import Settings
 from edge_client.core.state import Mode
 from edge_client.service import device as service
 from edge_client.store.device_state import DeviceState
-from protocol.errors import ConfigError, StateError
+from protocol import retry_delay
+from protocol.errors import ConfigError, StateError, ThreadFailed
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protofleet import events
-from tests.support.fleets.fleet import write_digits, write_task
+from tests.support.fleets.fleet import wait_until, write_digits, write_task
 from tests.support.network.brokers import amqtt
 
 TIMEOUT_S = 120.0
@@ -233,3 +234,25 @@ def test_broker_that_cannot_listen_ends_the_aggregator(tmp_path: Path, broker: s
     with pytest.raises(ConfigError, match="cannot listen"):
         aggregator.start().wait(TIMEOUT_S)
     assert not aggregator.is_running
+
+
+def test_aggregator_that_fails_starts_again(
+    tmp_path: Path, address: BrokerAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a delay, and it says why; its broker continues meanwhile."""
+    monkeypatch.setattr(retry_delay, "FIRST_DELAY_S", 0.01)
+    broker, failures, seen = f"{address.host}:{address.port}", Events(), Events()
+    task = write_task(tmp_path, classes=CLASSES)
+    aggregator = protofleet.Aggregator(
+        task, state=tmp_path / "state", broker=broker, embedded_broker=True, on_event=failures
+    )
+    with aggregator, device(tmp_path, broker, 0, on_event=seen):
+        seen.wait_for(events.BrokerConnected)
+        aggregator._queue.put(ThreadFailed("the disk has failed"))  # noqa: SLF001 - no real fault is that quick
+        failed = failures.wait_for(events.AggregatorFailed)
+        assert failed == events.AggregatorFailed(reason="the disk has failed", retry_s=0.01)
+        wait_until(
+            "its next start", lambda: aggregator.status().running, diagnostics=lambda: str(failures.seen)
+        )
+        assert not any(isinstance(each, events.BrokerDisconnected) for each in seen.seen)
+    assert not aggregator.status().running

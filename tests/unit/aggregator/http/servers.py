@@ -3,13 +3,17 @@
 import contextlib
 import http.client
 import json
+import os
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aggregator.http.process import http_server
+from aggregator.http.process import listening_settings
 from aggregator.http.settings import TOKEN_FILE, HttpAddress, HttpSettings
+from aggregator.supervised import ServeState, encode
+from protocol.children import Child
 from tests.support.fleets.fleet import wait_until
 
 TOKEN = "a token of the operator's"
@@ -74,12 +78,32 @@ def serving(
         hosts=hosts,
         public=not token and not read_token,
     )
-    with http_server(settings, state) as port:
-        assert port is not None
-        client = Client(port)
+    file = state / TOKEN_FILE
+    before = own_token(state) if file.exists() else ""
+    with started(settings, state) as (client, child):
+        child.send(encode(ServeState("", is_ready=True)))
         wait_until(
-            "an answer of the server",
-            lambda: client.get("/healthz").status == 200,
+            "the token",
+            lambda: token or (file.exists() and own_token(state) != before),
             diagnostics=lambda: "see its log on stderr",
         )
         yield client, token or own_token(state)
+
+
+@contextlib.contextmanager
+def started(settings: HttpSettings, state: Path) -> Iterator[tuple[Client, Child]]:
+    """Run the server's process, as its supervisor does."""
+    with listening_settings(settings, state) as given, contextlib.ExitStack() as cleanup:
+        assert given is not None
+        child = Child(
+            "aggregator.http",
+            on_message=lambda _: None,
+            on_line=None,
+            on_end=lambda _: None,
+            on_failure=lambda _: None,
+            descriptors=(given.socket,),
+        )
+        cleanup.callback(child.kill)
+        child.send(encode(given))
+        with socket.socket(fileno=os.dup(given.socket)) as listening:
+            yield Client(listening.getsockname()[1]), child

@@ -1,21 +1,19 @@
-"""The HTTP server's options and process: started again if it ends, and gone with its aggregator."""
+"""The HTTP server's options and process."""
 
 import contextlib
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from aggregator.http.process import http_server
+from aggregator.http.process import listening_settings
 from aggregator.http.settings import HttpAddress, HttpSettings, http_settings, parse_address
+from aggregator.supervised import ServeState, encode
 from protocol.errors import ConfigError
 from tests.support.fleets.fleet import wait_until
-from tests.unit.aggregator.http.servers import TOKEN, serving
+from tests.unit.aggregator.http.servers import TOKEN, serving, started
 
 
 def options(address: str | None, file: Path | None = None) -> HttpSettings | None:
@@ -75,63 +73,30 @@ def test_short_token_is_refused(tmp_path: Path) -> None:
 
 def test_taken_address(taken: HttpAddress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was given is an error; the default one is left to the other program."""
-    monkeypatch.setattr("aggregator.http.process.LISTEN_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("aggregator.http.process.LISTEN_S", 0.0)
     with (
         pytest.raises(ConfigError, match="Address already in use"),
-        http_server(HttpSettings(address=taken), tmp_path),
+        listening_settings(HttpSettings(address=taken), tmp_path),
     ):
         pass
-    with http_server(HttpSettings(address=taken, is_default=True), tmp_path) as port:
-        assert port is None
+    with listening_settings(HttpSettings(address=taken, is_default=True), tmp_path) as settings:
+        assert settings is None
 
 
-AGGREGATOR = """
-import sys, time
-from pathlib import Path
-from aggregator.http.process import http_server
-from aggregator.http.settings import HttpAddress, HttpSettings
-address = HttpAddress("127.0.0.1", int(sys.argv[2]))
-with http_server(HttpSettings(address=address), Path(sys.argv[1])):
-    time.sleep(600)
-"""
-
-
-def servers() -> list[psutil.Process]:
-    """Return the server processes that this one has started."""
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if "aggregator.http" in child.cmdline()]
-
-
-def test_server_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the same port, after a crash."""
-    monkeypatch.setattr("aggregator.http.process.retry_delay_s", lambda _: 0.1)
-    with serving(tmp_path) as (client, _):
-        (process,) = servers()
-        process.kill()
-        process.wait()
-        assert client.get("/healthz").status == 200  # the socket is the aggregator's: the request waits
-
-
-def test_killed_aggregator_leaves_no_server(tmp_path: Path) -> None:
-    """The port is free for its next start."""
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listening:
-        port = listening.getsockname()[1]
-    parent = subprocess.Popen([sys.executable, "-c", AGGREGATOR, str(tmp_path), str(port)])
-    try:
-        wait_until("the server", lambda: answers(port), diagnostics=str)
-    finally:
-        parent.kill()
-        parent.wait()
-    with http_server(HttpSettings(address=HttpAddress("127.0.0.1", port)), tmp_path) as again:
-        assert again == port
-
-
-def answers(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        connection.settimeout(5)
-        return connection.recv(64).startswith(b"HTTP/1.1 200")
-    return False
+def test_readiness_needs_neither_disk_nor_database(tmp_path: Path) -> None:
+    """The supervisor sends why `serve` has ended; the token is written once the state directory can be used."""
+    (tmp_path / "state").touch()
+    address = HttpAddress("127.0.0.1", 0)
+    with started(HttpSettings(address=address, public=True), tmp_path / "state") as (client, server):
+        server.send(encode(ServeState("the disk is full: free space", is_ready=False)))
+        wait_until(
+            "its end",
+            lambda: "disk" in client.get("/readyz").body.decode(),
+            diagnostics=lambda: "see its log",
+        )
+        answer = client.get("/readyz")
+        assert answer.status == 503
+        assert answer.json()["problems"] == ["the aggregator has ended: the disk is full: free space"]
 
 
 def test_clients_that_do_nothing_are_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,8 @@ class Launcher:
         self._module = module
         self.started: list[Any] = []
 
-    def __call__(self, _module: str, pipe: Connection, alive: int) -> Process:
-        process = launch_process(self._module, pipe, alive)
+    def __call__(self, _module: str, *given: Any) -> Process:
+        process = launch_process(self._module, *given)
         self.started.append(process)
         return process
 

@@ -1,0 +1,96 @@
+"""The program `serve` of `aggregator run`: it owns the state directory, and serves the fleet."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+
+from aggregator.supervised import run_program
+from protocol.errors import ProtofleetError, StateError
+from protocol.log import event
+from protocol.mqtt.tls import BrokerAccess, BrokerAddress
+
+log = logging.getLogger(__name__)
+
+LOCK_S = 10.0
+"""Time for the program of a supervisor that was killed to release the state directory."""
+
+
+class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of the program."""
+
+    task: Path
+    state: Path
+    blobs: str
+    database: str
+    brokers: tuple[BrokerAddress, ...]
+    access: BrokerAccess
+    verbose: bool
+
+
+def run(settings: ServeSettings, _pipe: Connection) -> None:
+    """Serve until SIGTERM.
+
+    Raises:
+        ConfigError: the task or another setting cannot be used.
+        RuntimeMissing: a package is not installed.
+        StateError: the state directory cannot be used.
+        ThreadFailed: a thread that it depends on has ended.
+    """
+    from protocol.cli import start_logging
+
+    start_logging(verbose=settings.verbose)
+    from aggregator.cluster_modules import ENGINES, cluster_module
+    from aggregator.config.task_file import class_name_notes, load_task
+    from aggregator.config.training_packages import require_packages_of
+    from aggregator.server.aggregator import prepare, serve
+    from aggregator.storage.open_store import open_store, run_with_store
+
+    task_file, backbones = load_task(settings.task)
+    require_packages_of(task_file)
+    for note in class_name_notes(task_file.classes):
+        log.warning("class names: %s", note)
+    if (engine := task_file.training.engine) in ENGINES:
+        cluster_module(ENGINES, engine).require()
+    state, database = settings.state, settings.database
+    wait_for_folder(state)
+
+    def open_and_serve() -> None:
+        opened = open_store(state, lock=True, blobs=settings.blobs, database=database, fleet=task_file.fleet)
+        with contextlib.closing(opened) as store, reason_kept(state):
+            prepared, access = prepare(task_file, backbones, store, settings.access)
+            serve(prepared, store, broker=settings.brokers, access=access)
+
+    run_with_store(state, database, open_and_serve)
+
+
+def wait_for_folder(state: Path) -> None:
+    """Wait until an earlier program that is ending has released a state directory, so long at most."""
+    from protocol.storage.folder_lock import FolderLock
+
+    lock, deadline_s = FolderLock(state), time.monotonic() + LOCK_S
+    if lock.is_taken():
+        event(log, logging.INFO, "waiting for another program to release the state directory", state=state)
+        while lock.is_taken() and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def reason_kept(state: Path) -> Iterator[None]:
+    """Leave the reason of a failure where `aggregator status` reads it, also on a full disk."""
+    from aggregator.intake import intake_status
+
+    try:
+        yield
+    except ProtofleetError as error:
+        with contextlib.suppress(StateError):
+            intake_status.write(state, intake_status.IntakeStatus(time.time(), str(error)))
+        raise
+
+
+if __name__ == "__main__":
+    run_program(ServeSettings, run)
