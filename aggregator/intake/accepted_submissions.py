@@ -56,8 +56,7 @@ class AcceptedSubmissions:
 
     def log(self) -> None:
         """Log the submissions, which are durable now."""
-        records = self._to_log
-        self._clear()
+        records, self._to_log, self._prepared = self._to_log, [], set()
         for record in records:
             counted: dict[str, Any] = {self._counted: record.prototypes}
             of_round = record.entry.round if self._settings.rounds is not None else None
@@ -74,11 +73,3 @@ class AcceptedSubmissions:
                     device=record.device, round=of_round, images=record.images, size_bytes=record.size_bytes
                 )
             )
-
-    def discard(self) -> None:
-        """Forget the submissions after a failed write."""
-        self._clear()
-        self._writing.discard()
-
-    def _clear(self) -> None:
-        self._to_log, self._prepared = [], set()

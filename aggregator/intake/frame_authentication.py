@@ -43,8 +43,8 @@ class FrameAuthenticator:
             raise Refused(reason, _DETAILS[reason].format(device=device))
         return known
 
-    def check(self, device: str, frame: Frame, *, may_pin: bool = True) -> None:
-        """Check a frame's signature; an open fleet pins the first key of each device if `may_pin`.
+    def check(self, device: str, frame: Frame) -> None:
+        """Check a frame's signature; an open fleet pins the first key of each device.
 
         Raises Refused if it is another device's or the device is not accepted, StateError if the key cannot be stored.
         """
@@ -52,7 +52,7 @@ class FrameAuthenticator:
         transfer = {"device": device, "digest": frame.digest, "size_bytes": frame.size_bytes}
         if not self._verify(frame.key, frame.signature, **transfer):
             raise Refused("signature", f"the transfer is not signed with the key of {device}")
-        if known is None and may_pin and not self._keys.pin(device, frame.key, now_s=time.time()):
+        if known is None and not self._keys.pin(device, frame.key, now_s=time.time()):
             raise Refused(
                 "unknown_device",
                 f"{device} is not enrolled, like {MAX_PINNED_DEVICES} others: `aggregator enroll` the fleet's devices",

@@ -90,10 +90,6 @@ class Quotas:
                 )
         return usage
 
-    def discard(self) -> None:
-        """Forget what was counted in a transaction that has failed."""
-        self._stored = None
-
     def _stored_bytes(self) -> tuple[int, int]:
         newest = self._store.submissions.newest_deletion()
         if self._stored is None or self._stored[0] != newest:

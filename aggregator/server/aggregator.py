@@ -107,6 +107,7 @@ class Aggregator:
         """Serve the task until `Stop`.
 
         Raises:
+            StateError: something cannot be stored or read; the next start goes on with what is stored.
             ThreadFailed: a thread that the program depends on has ended.
         """
         self._publisher.start()
@@ -121,7 +122,7 @@ class Aggregator:
             self._intake.close()
 
     def handle(self, batch: list[Event]) -> None:
-        """Handle events, the messages among them together, and let time pass."""
+        """Handle events, the messages among them together, and let time pass; raises StateError as `run` does."""
         for is_message, group in groupby(batch, key=lambda event: isinstance(event, mqtt.Received)):
             events = list(group)
             if is_message:
@@ -132,21 +133,18 @@ class Aggregator:
                 self._publisher.acknowledge(messages)
             else:
                 for event in events:
-                    with self._uploads.guard():
-                        self._handle(event)
+                    self._handle(event)
         self._publisher.acknowledge([])
-        self._tick(is_resumed=self._intake.tick())
+        self._tick()
 
     def _is_of_device(self, message: mqtt.Received) -> bool:
         """Return True for a message of a device; take note of one on the aggregator's own topics."""
         if message.topic == self._sum_reply:
-            with self._uploads.guard():
-                self._training.take_sum(message.payload)
+            self._training.take_sum(message.payload)
             return False
         channel = self._publisher.own_topics.get(message.topic)
         if channel is not None:
-            with self._uploads.guard():
-                self._announcements.observe(channel, message.payload)
+            self._announcements.observe(channel, message.payload)
         return channel is None
 
     def _handle(self, event: Event) -> None:
@@ -184,37 +182,29 @@ class Aggregator:
         if self._training.sum_lists is not None:
             self._training.sum_lists.connected()
 
-    def _tick(self, *, is_resumed: bool) -> None:
-        if is_resumed:
-            self._reload()
+    def _tick(self) -> None:
+        self._intake.tick()
         self._announcements.restore()
         self._update_releases()
         self._announcements.publish_new_round()
         self._announcements.publish_new_head()
         self._announcements.refresh()
-        with self._uploads.guard():
-            self._store.clock.keep()
-            self._training.tick()
-            self._training.restoration.tick()
-            if (lists := self._training.sum_lists) is not None and (due := lists.request()) is not None:
-                self._publisher.request_sum(due)
-            for device, request in self._training.lost.requests():
-                self._publisher.publish_to_device(device, "ack", request)
-
-    def _reload(self) -> None:
-        """Return to the stored state after a stop; while it cannot be read, the intake stays stopped."""
-        with self._uploads.guard():
-            self._training.retry()
+        self._store.clock.keep()
+        self._training.tick()
+        self._training.restoration.tick()
+        if (lists := self._training.sum_lists) is not None and (due := lists.request()) is not None:
+            self._publisher.request_sum(due)
+        for device, request in self._training.lost.requests():
+            self._publisher.publish_to_device(device, "ack", request)
 
     def _update_releases(self, *, at_once: bool = False) -> None:
         """Apply what has happened to the rollout, and to what the intake knows of it."""
-        with self._uploads.guard():
-            self._releases.tick(at_once=at_once)
-            self._intake.view.heads = IntakeHeads(
-                newest=self._training.version,
-                retained=frozenset(self._releases.retained),
-                served=frozenset(self._releases.served),
-            )
+        self._releases.tick(at_once=at_once)
+        self._intake.view.heads = IntakeHeads(
+            newest=self._training.version,
+            retained=frozenset(self._releases.retained),
+            served=frozenset(self._releases.served),
+        )
 
 
 def prepare(

@@ -1,5 +1,6 @@
 """Announcements to the fleet: the aggregator's presence, and the signed manifests of task, round and head."""
 
+import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask
 from aggregator.tasks.restoration import Restoration
 from aggregator.tasks.task_preparation import Task
-from protocol.errors import ConfigError, MalformedMessage
+from protocol.errors import ConfigError, MalformedMessage, StateError
 from protocol.log import event
 from protocol.mqtt.own_presence import Replaced, duplicate_of
 from protocol.storage.blobstore import state_errors
@@ -103,7 +104,7 @@ class Announcements:
                 self._publish(channel)
 
     def _publish(self, channel: FleetChannel) -> None:
-        """Publish a signed manifest, or clear its topic if there is none; also while nothing can be stored."""
+        """Publish a signed manifest, or clear its topic if there is none."""
         if channel == "head":
             self._head = self.releases.manifest
         if channel == "round":
@@ -115,8 +116,7 @@ class Announcements:
         }
         manifest = manifests[channel]
         payload = b"" if manifest is None else self._signer.sign(channel, encode(manifest))
-        with self.uploads.guard():
-            self._signer.keep()
+        self._signer.keep()
         self._published[channel] = payload
         self.publisher.publish_to_fleet(channel, payload)
 
@@ -136,9 +136,8 @@ class Announcements:
         overwritten, self._overwritten = self._overwritten, {}
         for channel, payload in overwritten.items():
             if payload and not self._signer.has_signed(channel, payload):
-                with self.uploads.guard():
-                    text = f"a {channel} that this aggregator has not signed was on the broker"
-                    self.uploads.count_refusal(UNKNOWN_DEVICE, Refused("signature", text))
+                text = f"a {channel} that this aggregator has not signed was on the broker"
+                self.uploads.count_refusal(UNKNOWN_DEVICE, Refused("signature", text))
             self._publish(channel)
 
 
@@ -183,7 +182,7 @@ class OwnTopic:
             self._refuse_other_key(presence, is_closed=is_closed)
         if reaction is Reaction.STAY_OUT:
             replaced = Replaced(duplicate_of(presence, started_later=True), command=TAKE_OVER)
-            with self.uploads.guard():
+            with contextlib.suppress(StateError):  # it stays out also if the disk is full
                 self.store.facts.put(replaced.duplicate)
             raise replaced
         if reaction is Reaction.REPORT:

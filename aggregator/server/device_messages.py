@@ -146,14 +146,6 @@ class DeviceMessages:
             self._complete.clear()
             self._read_bytes = 0
 
-    def discard(self) -> None:
-        self.receipts.clear()
-        self._items.clear()
-        self._complete.clear()
-        self._read_bytes = 0
-        self.accepted.discard()
-        self._quotas.discard()
-
     def _read(self, device: str, channel: str, payload: bytes) -> _Item | None:
         if channel not in {"up", "get"}:
             return _Report(channel, payload)
@@ -250,7 +242,7 @@ class DeviceMessages:
         """Authenticate a frame and add it to its upload; return the upload if it is whole."""
         try:
             self._check_known(device)
-            self._authenticator.check(device, frame, may_pin=not self.uploads.is_stopped)
+            self._authenticator.check(device, frame)
             outcome = self._add_frame(device, frame)
             if isinstance(outcome, bytes):
                 return self._read_upload(device, frame.digest, outcome)
@@ -267,7 +259,7 @@ class DeviceMessages:
             if is_last:
                 raise Refused(*refused[1:])
             return None
-        if is_last and not self.uploads.is_stopped:
+        if is_last:
             self._quotas.check_transfer(device, frame.digest, frame.size_bytes)
         if (device, frame.digest) in self._complete:
             return None

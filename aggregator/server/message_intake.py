@@ -8,7 +8,6 @@ from aggregator.server.device_messages import DeviceMessages
 from aggregator.server.store_view import StoreView
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task
-from protocol.errors import StateError
 from protocol.mqtt import reconnecting_session as mqtt
 
 
@@ -42,21 +41,12 @@ class MessageIntake:
         )
 
     def handle(self, messages: list[mqtt.Received]) -> bool:
-        """Store all messages durably, or none; then answer them.
+        """Store all messages durably, or none, and raise StateError; then answer them.
 
         Returns True if a device has seen a round that has not begun, and needs to see the open one.
         """
-        try:
-            self._store(messages)
-            self._accepted.log()
-        except StateError as error:
-            self.uploads.stop(error)
-            self._messages.discard()
-            for message in messages:  # again, now that the intake is stopped
-                with self.uploads.guard():
-                    self.view.begin_batch()
-                    self._messages.read(message.topic, message.payload)
-                    self._messages.store_items()
+        self._store(messages)
+        self._accepted.log()
         receipts, self._messages.receipts = self._messages.receipts, []
         for device, receipt in receipts:
             self.publisher.publish_to_device(device, "ack", receipt)
@@ -80,16 +70,14 @@ class MessageIntake:
                 self._messages.store_items()
                 self._accepted.flush()
 
-    def tick(self) -> bool:
-        """Let time pass; returns True if a stopped intake was resumed just now."""
+    def tick(self) -> None:
+        """Let time pass; raises StateError if the store cannot be used."""
         self.blob_sender.send()
-        is_resumed = self.uploads.tick()
-        with self.uploads.guard():
-            self.view.refresh()
-            if self.view.deleted:
-                self.uploads.drop(self.view.deleted)
-                self.view.deleted.clear()
-        return is_resumed
+        self.uploads.tick()
+        self.view.refresh()
+        if self.view.deleted:
+            self.uploads.drop(self.view.deleted)
+            self.view.deleted.clear()
 
     def close(self) -> None:
         self.publisher.stop()

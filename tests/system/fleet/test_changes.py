@@ -222,7 +222,7 @@ def test_device_over_the_quota_logs_it_and_uploads_once_it_is_raised(fleet: Flee
 def test_head_is_trained_of_blobs_in_an_object_store(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the store answers nothing but 503, the intake is stopped; then each submission is counted once.
+    """While the store answers nothing but 503, the program ends and is started again; then each submission is counted once.
 
     A restart needs no option, since the database says where the blobs are.
     """
@@ -235,7 +235,7 @@ def test_head_is_trained_of_blobs_in_an_object_store(
         names = [f"device-{number}" for number in range(3)]
         for name, share in zip(names, ([0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]), strict=True):
             fleet.start_device(name, write_digits(tmp_path / f"data-{name}", classes=share), "--once")
-        fleet.wait_for_log("aggregator", "intake stopped")
+        fleet.wait_for_log("aggregator", "program ended program=serve")
         assert f"cannot use {location}" in fleet.log("aggregator")
         assert accepted_submissions(fleet.log("aggregator")) == []
         store.heal()

@@ -132,14 +132,6 @@ def test_pinned_devices_are_bounded(
     assert devices.counts(store.keys.all().values()) == {"enrolled": 1, "first_use": 3, "revoked": 0}
 
 
-def test_stopped_intake_pins_no_key(store: Store, authenticator: FrameAuthenticator) -> None:
-    """The signature is verified nevertheless."""
-    authenticator.check("a", signed(), may_pin=False)
-    assert store.keys.all() == {}
-    with pytest.raises(Refused):
-        authenticator.check("a", FRAME, may_pin=False)
-
-
 @pytest.mark.parametrize("is_closed", [False, True])
 @pytest.mark.parametrize(
     "known", [None, Key(ONE, enrolled=False, since_s=0.0), Key(ONE, enrolled=True, since_s=0.0)]

@@ -167,7 +167,7 @@ def test_stored_bytes_follow_every_change(store: Store, changes: list[tuple[str,
                     quotas.count_submission(record)
                     store.submissions.put(TASK, record)
                     raise _Undone
-                quotas.discard()
+                quotas = Quotas(store, limits, task=TASK)  # of the next program
             case "delete task":
                 store.submissions.delete_task(earlier)
             case _:

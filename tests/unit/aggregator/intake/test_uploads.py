@@ -1,7 +1,8 @@
-"""Intake of uploads on a real disk: over restarts and stops; and its status."""
+"""Intake of uploads on a real disk, over restarts; and its status."""
 
 import contextlib
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -26,11 +27,6 @@ FRAMES = list(frames_of(PAYLOAD, digest=DIGEST))
 LARGE = bytes(range(256)) * 20_000
 """More than an upload may take in memory."""
 LARGE_FRAMES = list(frames_of(LARGE, digest=digest_of(LARGE)))
-
-
-@pytest.fixture(autouse=True)
-def trials_without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "TRIAL_S", 0.0)
 
 
 def _uploads(store: Store) -> Uploads:
@@ -74,52 +70,35 @@ def test_upload_without_frames_is_deleted(
     assert _files(store) == []
 
 
-def test_stopped_intake_answers_the_last_frame_only(store: Store) -> None:
-    """A device gets one receipt for each query, and nothing is stored."""
-    uploads = _uploads(store)
-    uploads.stop(StateError("the disk is full"))
-    assert [uploads.take("a", frame) for frame in FRAMES[:3]] == [None] * 3
-    receipt = uploads.take("a", FRAMES[3])
-    assert isinstance(receipt, Receipt)
-    assert (receipt.status, receipt.reason) == ("refused", "no_space")
-
-
-def test_deleted_folder_stops_the_intake_until_it_is_created_again(store: Store) -> None:
+def test_deleted_folder_is_an_error_until_the_next_start(store: Store) -> None:
     """Devices send their uploads again."""
     uploads = _uploads(store)
     shutil.rmtree(store.folder / "incoming")
-    with pytest.raises(StateError, match="cannot use") as caught:
+    with pytest.raises(StateError, match="cannot use"):
         _take_all(uploads, LARGE)
-    uploads.stop(caught.value)
-    assert uploads.tick()
+    uploads = _uploads(store)
     assert [uploads.take("a", frame) for frame in LARGE_FRAMES][-1] == LARGE
 
 
-def test_small_disk_resumes_once_it_has_room(caplog: pytest.LogCaptureFixture) -> None:
-    """With a 20th of its space, although an upload may be larger; log and status say what is needed."""
+def test_start_needs_room_for_an_upload() -> None:
+    """A 20th of the disk is enough, although an upload may be larger; the error says what is needed."""
     with small_disk(size_bytes=8 * 1024**2) as disk, contextlib.closing(open_store(disk / "state")) as store:
-        uploads = Uploads(store, max_bytes=10**8)
         fill(disk)
-        uploads.stop(StateError("the disk is full"))
-        for _ in range(2):
-            assert not uploads.tick()
-        reason = f"not enough disk space in {store.folder}: 0.4 MB needed, 0.0 MB available"
-        assert intake_status.read(store.folder).reason == reason
-        assert caplog.text.count("intake still stopped") == 1
+        needed = f"not enough disk space in {store.folder}: 0.4 MB needed, 0.0 MB available"
+        with pytest.raises(StateError, match=re.escape(needed)):
+            Uploads(store, max_bytes=10**8)
         os.truncate(disk / "filler", (disk / "filler").stat().st_size - 10**6)
-        assert uploads.tick()
-        assert intake_status.read(store.folder) == intake_status.IntakeStatus()
+        Uploads(store, max_bytes=10**8)
 
 
-def test_unfinished_uploads_that_fill_the_disk_make_room() -> None:
-    """A stop deletes them; otherwise no upload could ever end."""
+def test_start_deletes_unfinished_uploads_that_fill_the_disk() -> None:
+    """Otherwise no upload could ever end."""
     with small_disk(size_bytes=8 * 1024**2) as disk, contextlib.closing(open_store(disk / "state")) as store:
         uploads = Uploads(store, max_bytes=10**8)
-        with pytest.raises(StateError, match="No space left") as caught:
+        with pytest.raises(StateError, match="No space left"):
             _take_all(uploads, bytes(10**7))
-        uploads.stop(caught.value)
+        uploads = Uploads(store, max_bytes=10**8)
         assert _files(store) == []
-        assert uploads.tick()
         assert [uploads.take("a", frame) for frame in FRAMES][-1] == PAYLOAD
 
 

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from aggregator.config.task_file import load_task
 from aggregator.heads.schedule import RETENTION_S
-from aggregator.intake import intake_status
 from aggregator.server.aggregator import Aggregator
 from aggregator.server.device_messages import DeviceMessages
 from aggregator.server.events import Event
@@ -122,19 +121,20 @@ def test_submission_is_stored_before_it_is_answered_and_acknowledged(tmp_path: P
     assert found == [("receipt", True), ("acknowledgement", True)]
 
 
-def test_submission_that_could_not_be_stored_is_not_answered_as_received(
+def test_submission_that_could_not_be_stored_is_not_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is refused, and its device sends it again."""
+    """The program ends, and the device sends it again to the next one."""
     bench = Bench(tmp_path, "quorum = 9")
 
     def fail(*_: object) -> None:
         raise StateError("no space left")
 
     monkeypatch.setattr(WriteBatch, "finish", fail)
-    assert bench.handle(bench.submission()) == ["refused"]
+    with pytest.raises(StateError, match="no space left"):
+        bench.handle(bench.submission())
+    assert bench.sent == []
     assert bench.store.submissions.all(bench.task.digest) == {}
-    assert "no space left" in intake_status.read(bench.store.folder).reason
 
 
 def test_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> None:
@@ -188,46 +188,38 @@ def test_deadline_is_of_elapsed_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("damage", ["deleted", "replaced", "damaged"])
-def test_database_that_is_lost_while_running_stops_the_intake(tmp_path: Path, damage: str) -> None:
-    """Nothing is acknowledged that the next start does not have; `status` has the reason."""
+def test_database_that_is_lost_while_running_ends_the_program(tmp_path: Path, damage: str) -> None:
+    """Nothing is acknowledged that the next start does not have; the error has what to do."""
     bench = Bench(tmp_path, PATIENT)
     store = bench.store
     file = store.folder / "aggregator.sqlite"
     assert bench.handle(bench.submission()) == ["received"]
     store.database.read("PRAGMA wal_checkpoint(TRUNCATE)")
     before = file.read_bytes()
+    expected = "deleted or replaced"
     if damage == "damaged":
         bench.daemon._uploads._check_s = 0.0
         file.write_bytes(before[: len(before) // 2].ljust(len(before), b"\xff"))
-        bench.handle()
+        expected = "restore it from a backup"
     else:
         file.rename(tmp_path / "away")
     if damage == "replaced":
         file.write_bytes(before)
-    again = bench.submission(), bench.submission(sequence=2)
-    assert "received" not in bench.handle(*again) + bench.handle()
-    reason = intake_status.read(store.folder).reason
-    assert ("deleted or replaced" in reason) == (damage != "damaged")
-    assert "restore it from a backup" in reason
-    if damage != "damaged":
-        (tmp_path / "away").replace(file)
-        bench.daemon._uploads._trial_s = 0.0
-        bench.handle()
-        assert bench.handle(again[1]) == ["received"]
+    with pytest.raises(StateError, match=expected):
+        bench.handle(bench.submission(sequence=2))
+    assert bench.sent == [] or damage == "damaged"
     store.close()
 
 
-def test_folder_of_blobs_that_is_deleted_while_running_stops_the_intake(tmp_path: Path) -> None:
+def test_folder_of_blobs_that_is_deleted_while_running_ends_the_program(tmp_path: Path) -> None:
     """The next start writes the backbone again, and requests submissions from their devices."""
     bench = Bench(tmp_path, PATIENT)
     store = bench.store
     message = bench.submission()
     assert bench.handle(message) == ["received"]
     shutil.rmtree(store.folder / "blobs")
-    assert "received" not in bench.handle(bench.submission(sequence=2))
-    bench.daemon._uploads._trial_s = 0.0
-    assert "received" not in bench.handle()
-    assert "restart the aggregator" in intake_status.read(store.folder).reason
+    with pytest.raises(StateError, match="No such file"):
+        bench.handle(bench.submission(sequence=2))
     store.close()
     bench = Bench(tmp_path, PATIENT)
     store = bench.store
@@ -238,7 +230,8 @@ def test_folder_of_blobs_that_is_deleted_while_running_stops_the_intake(tmp_path
     assert store.submissions.lost(bench.task.digest) == []
     assert store.submissions.all(bench.task.digest).keys() == {"dev"}
     shutil.rmtree(store.folder)
-    bench.handle()
+    with pytest.raises(StateError):
+        bench.handle()
     assert not store.folder.exists()
     store.close()
 

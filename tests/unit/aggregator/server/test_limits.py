@@ -1,6 +1,5 @@
 """Limits of what a device causes, and the token buckets behind them."""
 
-import contextlib
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -104,7 +103,6 @@ def test_devices_cannot_make_the_aggregator_repeat_the_round(store: Store) -> No
     published: list[str] = []
     parts: Any = SimpleNamespace(
         round=None,
-        guard=contextlib.nullcontext,
         publish_to_fleet=lambda channel, _: published.append(channel),
         file=SimpleNamespace(fleet="f"),
         manifest=MANIFEST,
