@@ -2,11 +2,10 @@
 
 import logging
 import time
-from pathlib import Path
 
 from aggregator.coordination import canary_rollout, rollout_state
 from aggregator.coordination.rollout_state import retained_heads, without_forgotten
-from aggregator.graphs.fused_model import fuse
+from aggregator.heads.current_files import CurrentFiles
 from aggregator.heads.head_rate import HOUR_S
 from aggregator.heads.operator_commands import with_heads
 from aggregator.notices import HeadActivated, HeadRejected
@@ -15,18 +14,13 @@ from aggregator.storage.store import Store
 from aggregator.tasks.manifests import head_ref
 from aggregator.tasks.retention import served_blobs
 from aggregator.tasks.task_preparation import Task
-from protocol.errors import BackboneMismatch, BlobLost, StateError
 from protocol.log import event, notify
-from protocol.storage.blobstore import file_digest, state_errors, write_atomically
 from protocol.wire.messages import HeadManifest
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 """Seconds between two decisions."""
-
-READ_S = 15.0
-"""Seconds between attempts to read a head's files, while the object store or the disk fails."""
 
 
 class Rollout:
@@ -43,8 +37,7 @@ class Rollout:
         """The heads that were made, as they were read last."""
         self.state = rollout_state.State()
         """The rollout, as it was read last."""
-        self._written = 0
-        self._write_s = 0.0
+        self.files = CurrentFiles(task, store)
         self.manifest: HeadManifest | None = None
         """The manifest to publish; None if there is no head."""
         self.served: set[bytes] = set()
@@ -67,6 +60,11 @@ class Rollout:
         if change != self._change or self.state.trial is not None:
             self._decide(change)
         self._publish()
+
+    def write_files(self) -> None:
+        """Write the files of the current head; raises StateError if they cannot be written."""
+        if self.state.current:
+            self.files.tick(self._heads[self.state.current])
 
     def _decide(self, change: int) -> None:
         with self._store.snapshot():
@@ -136,7 +134,7 @@ class Rollout:
         self.served = served_blobs(self._task, list(self._heads.values()), self.state)
 
     def _publish(self) -> None:
-        """Make the manifest of the current head, and write its files."""
+        """Make the manifest of the current head."""
         state, heads = self.state, self._heads
         if not state.current:
             return
@@ -147,18 +145,6 @@ class Rollout:
             candidate=head_ref(heads[trial.version]) if trial else None,
             canary_rank_limit=trial.rank_limit if trial else 0,
         )
-        if state.current != self._written and time.monotonic() >= self._write_s:
-            self._write(heads[state.current])
-
-    def _write(self, head: HeadRecord) -> None:
-        try:
-            write_current_files(self._task, self._store, head)
-            self._written = head.version
-        except CannotRead as error:
-            self._write_s = time.monotonic() + READ_S
-            event(
-                log, logging.WARNING, "cannot read a head's file: retrying", head=head.version, reason=error
-            )
 
     @property
     def retained(self) -> set[int]:
@@ -197,61 +183,3 @@ class Rollout:
                 notify(HeadRejected(version=version, reason=reason))
             case rollout_state.RefuseCommand(reason=reason):
                 event(log, logging.WARNING, "operator's command refused", reason=reason)
-
-
-class CannotRead(StateError):
-    """A blob that is not lost cannot be read now."""
-
-
-def write_current_files(task: Task, store: Store, head: HeadRecord) -> None:
-    """Write `head.onnx` and `model.onnx` into the state directory; without a lost blob, delete the older ones.
-
-    The model is written first, so that the digest of `head.onnx` shows that both are written.
-
-    Raises:
-        CannotRead: the object store or the disk fails; the older files are kept.
-        StateError: the files cannot be written.
-    """
-    path = store.folder / "head.onnx"
-    if not (path.is_file() and file_digest(path) == head.file):
-        data = _read(store, head.file, head) if head.file else None
-        _replace(store.folder / "model.onnx", _model(task, store, head, data))
-        _replace(path, data)
-
-
-def _model(task: Task, store: Store, head: HeadRecord, data: bytes | None) -> bytes | None:
-    """Return backbones and head as one file: the training's if it is still there, otherwise fused again."""
-    if data is None:
-        return None
-    name = f"head-{head.version}" if head.tensors is None else f"round-{head.version - 1}"
-    made = store.folder / "training" / name
-    if (made / "model.onnx").is_file() and file_digest(made / "head.onnx") == head.file:
-        with state_errors(made):
-            return (made / "model.onnx").read_bytes()
-    files = [_read(store, backbone.digest, head) for backbone in task.manifest.backbones]
-    backbones = [file for file in files if file is not None]
-    try:
-        return fuse(backbones, data) if len(backbones) == len(files) else None
-    except BackboneMismatch as error:
-        event(log, logging.WARNING, "cannot write model.onnx", head=head.version, reason=error)
-        return None
-
-
-def _read(store: Store, digest: bytes, head: HeadRecord) -> bytes | None:
-    try:
-        return store.blobs.read(digest)
-    except BlobLost as error:
-        event(log, logging.ERROR, "cannot read a head's file", head=head.version, reason=error)
-        store.report_lost(digest)
-        return None
-    except StateError as error:
-        raise CannotRead(str(error)) from error
-
-
-def _replace(path: Path, data: bytes | None) -> None:
-    """Write a file, or delete an older one."""
-    if data is not None:
-        write_atomically(path, data)
-    else:
-        with state_errors(path):
-            path.unlink(missing_ok=True)

@@ -119,6 +119,7 @@ class Aggregator:
                 self.handle(next_batch(self._events))
         finally:
             self._training.stop()
+            self._releases.files.stop()
             self._intake.close()
 
     def handle(self, batch: list[Event]) -> None:
@@ -189,6 +190,7 @@ class Aggregator:
         self._announcements.publish_new_round()
         self._announcements.publish_new_head()
         self._announcements.refresh()
+        self._releases.write_files()
         self._store.clock.keep()
         self._training.tick()
         self._training.restoration.tick()

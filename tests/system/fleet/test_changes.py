@@ -222,7 +222,7 @@ def test_device_over_the_quota_logs_it_and_uploads_once_it_is_raised(fleet: Flee
 def test_head_is_trained_of_blobs_in_an_object_store(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the store answers nothing but 503, the program ends and is started again; then each submission is counted once.
+    """While the store answers nothing but 503, the program ends; started again, it counts each submission once.
 
     A restart needs no option, since the database says where the blobs are.
     """

@@ -48,6 +48,7 @@ from tests.support.messages.jobs import workspace
 from tests.support.messages.submissions import EXPECTATION, FEATURE_SIZE, MANIFEST, SERVED, evaluation
 from tests.support.messages.tasks import served_task
 from tests.support.simulation.clocks import FakeClock
+from tests.support.simulation.releases import write_files
 from tests.support.simulation.submissions import accept
 
 BACKBONE = tiny_backbone(feature_size=FEATURE_SIZE)
@@ -190,6 +191,7 @@ def test_head_is_calibrated_once_all_devices_have_evaluated_it(
     np.testing.assert_allclose(after[1].max(axis=1), 0.75, atol=0.26)
     rollout = world.store.heads.rollout(TASK)
     assert (rollout.current, rollout.earlier, rollout.trial) == (2, (), None)
+    write_files(world.releases)
     model = onnx.load(world.store.folder / "model.onnx")
     assert UNCALIBRATED in {name.removeprefix("head/") for node in model.graph.node for name in node.output}
     world.report(_all(version=2), after_s=2 * RETRY_S)

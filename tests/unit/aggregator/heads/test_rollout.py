@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from aggregator.config.schema import Limits
 from aggregator.config.task_file import load_task
 from aggregator.coordination.rollout_state import HeadCommand, Settings, State, initial_state
-from aggregator.heads import rollout
+from aggregator.heads import current_files, rollout
 from aggregator.heads.operator_commands import submit_command
 from aggregator.heads.rollout import Rollout
 from aggregator.status import model
@@ -25,6 +25,7 @@ from protocol.wire.messages import Evaluation, HeadRef
 from tests.support.fleets.aggregator_process import write_task
 from tests.support.messages.heads import add_head
 from tests.support.messages.submissions import SERVED
+from tests.support.simulation.releases import write_files
 
 
 def _evaluation(task: bytes, correct: int, *, previous: int | None = None, problem: str = "") -> Evaluation:
@@ -78,11 +79,10 @@ def test_head_is_served_although_its_file_could_not_be_written(store: Store, tas
     """A disk that is full for a moment has no lasting effect."""
     releases = Rollout(task, store)
     digest = _add_head(store, task.digest, 1)
+    releases.tick()
     (store.folder / "head.onnx").mkdir()
     with pytest.raises(StateError):
-        releases.tick()
-    (store.folder / "head.onnx").rmdir()
-    releases.tick()
+        write_files(releases)
     assert _current(releases).head.digest == digest
     assert digest in releases.served
 
@@ -91,7 +91,7 @@ def test_files_of_a_head_are_written_after_a_failure_of_the_object_store(
     store: Store, task: Task, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The head is published meanwhile, and the older files are kept."""
-    monkeypatch.setattr(rollout, "READ_S", 0.0)
+    monkeypatch.setattr(current_files, "RETRY_S", 0.0)
     head = store.folder / "head.onnx"
     head.write_bytes(b"of an earlier head")
     releases = Rollout(task, store)
@@ -99,10 +99,11 @@ def test_files_of_a_head_are_written_after_a_failure_of_the_object_store(
     with monkeypatch.context() as failure:
         failure.setattr(store.blobs, "read", _fail)
         releases.tick()
+        write_files(releases)
         assert _current(releases).version == 1
         assert head.read_bytes() == b"of an earlier head"
         assert "cannot read a head's file: retrying head=1" in caplog.text
-    releases.tick()
+    write_files(releases)
     assert head.read_bytes() == b"new"
 
 
@@ -119,6 +120,7 @@ def test_head_that_cannot_be_fused_is_published(
     releases = Rollout(task, store)
     releases.tick()
     assert _current(releases).head.digest == digest
+    write_files(releases)
     assert (store.folder / "head.onnx").read_bytes() == b"broken"
     assert not (store.folder / "model.onnx").exists()
     assert 'cannot write model.onnx head=1 reason="onnx cannot merge' in caplog.text
@@ -231,6 +233,7 @@ def test_commands_wait_for_the_next_start(store: Store, task: Task) -> None:
     releases.tick()
     assert collect_status(store).rollout == model.Rollout(newest=3, current=1, candidate=None, requested=None)
     assert _current(releases).version == 1
+    write_files(releases)
     assert (store.folder / "head.onnx").read_bytes() == b"head 1"
     _add_head(store, task.digest, 4)
     releases.tick()
