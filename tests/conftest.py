@@ -65,6 +65,12 @@ def pytest_sessionstart() -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
+def pytest_runtest_teardown() -> None:
+    """Undo what Ray does to SIGTERM where it runs in this process."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest tests first."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))

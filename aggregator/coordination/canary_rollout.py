@@ -130,6 +130,9 @@ def step(state: State, event: Event, *, settings: Settings) -> Step:
 
 def _added(state: State, now_s: float, settings: Settings) -> Step:
     version, since_s = state.newest, now_s
+    if state.current and version <= state.forgotten:
+        reason = "it learned from a device that was forgotten"
+        return replace(state, rejected={**state.rejected, version: reason}), (Reject(version, reason),)
     actions: tuple[Action, ...] = ()
     if state.trial is not None:
         # Decided if possible: heads may arrive faster than a silent canary is replaced.

@@ -15,6 +15,7 @@ from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import CalibrationJob
+from protocol.errors import BlobLost
 from protocol.wire.messages import CONFIDENCE_BINS, Evaluation
 
 MIN_IMAGES = 50
@@ -46,7 +47,12 @@ class Calibration:
             return None
         self._next_s = now_s + POLL_S
         counts = self._store.decisions(self._task.digest).counts
-        members = set(filter(counts, self._store.members(head).keys() - head.quarantined.keys()))
+        try:
+            devices = self._store.members(head).keys() - head.quarantined.keys()
+        except BlobLost:  # logged where the open collection is counted
+            self.postpone()
+            return None
+        members = set(filter(counts, devices))
         if not self._has_evaluations(members, now_s):
             return None
         evaluations = self._store.evaluations.of_head(self._task.digest, head.version)

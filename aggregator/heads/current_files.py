@@ -68,7 +68,7 @@ class CurrentFiles:
         if head.version == self._written or time.monotonic() < self._retry_s or self._fusing is not None:
             return
         path = self._store.folder / "head.onnx"
-        if path.is_file() and head.file and file_digest(path) == head.file:
+        if head.file and _is_file(path, head.file):
             self._written = head.version
             return
         if not head.file:
@@ -98,7 +98,7 @@ class CurrentFiles:
         """Link the training's model, if it is still there; return False if it is not."""
         name = f"head-{head.version}" if head.tensors is None else f"round-{head.version - 1}"
         made, path = self._store.folder / "training" / name, self._store.folder / "model.onnx"
-        if not ((made / "model.onnx").is_file() and file_digest(made / "head.onnx") == head.file):
+        if not (made / "model.onnx").is_file() or not _is_file(made / "head.onnx", head.file):
             return False
         link = path.with_name(".model.onnx-link")
         with state_errors(path):
@@ -167,6 +167,13 @@ class CurrentFiles:
     def _retry(self, head: HeadRecord, reason: str) -> None:
         self._retry_s = time.monotonic() + RETRY_S
         event(log, logging.WARNING, "cannot read a head's file: retrying", head=head.version, reason=reason)
+
+
+def _is_file(path: Path, digest: bytes) -> bool:
+    """Return True if a file can be read and has a digest."""
+    with contextlib.suppress(StateError):
+        return path.is_file() and file_digest(path) == digest
+    return False
 
 
 def _delete(path: Path) -> None:

@@ -35,8 +35,9 @@ def _expected(
 
 def _must_retrain(store: Store, head: HeadRecord, decisions: DeviceDecisions) -> bool:
     """Return True if a head was made of submissions that no longer count."""
+    if any(newest >= head.version for newest in decisions.forgotten.values()):
+        return True
     gone = decisions.quarantined - head.quarantined.keys()
-    gone |= {device for device, newest in decisions.forgotten.items() if newest >= head.version}
     if not gone:
         return False
     covered = _devices(store, head)

@@ -117,6 +117,8 @@ def forget(store: Store, device: str) -> list[str]:
         summed = {each.task for each in lists if device in each.devices}
         for task in digests.keys() - summed:  # a head of opened sums cannot be made again
             head = _newest_with(store, device, newest.get(task))
+            if head and store.heads.rollout(task).current <= head:  # also if it is not the newest
+                head = newest[task].version
             store.forgotten.put(task, ForgottenDevice(device, head, time.time()))
         for each in lists:
             if each.pending is not None and device in each.pending.members:
@@ -175,11 +177,14 @@ def _consequences(store: Store, device: str, newest: Mapping[bytes, HeadRecord])
                 "closed rounds have learned from it, and later ones learn from those: only a new task, with another "
                 "`seed` under [client], does not"
             )
-        elif _is_of(store, head, device):
+        elif any(
+            each.device == device and each.head >= head.version for each in store.forgotten.all(head.task)
+        ):
             when = "now" if store.database.is_locked() else "when the aggregator is started"
             if not store.submissions.all(served.digest):
                 when = "once another device submits"
-            done.append(f"head {head.version} is made again without it {when}; until then it stays in use")
+            in_use = store.heads.rollout(head.task).current or head.version
+            done.append(f"head {in_use} is made again without it {when}; until then it stays in use")
     known = store.keys.get(device)
     if known is None or known.revoked_s is None:
         done.append(f"it may upload again: to prevent that, run `aggregator revoke {device}`")

@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from aggregator.coordination.collection import Collection as OpenCollection
 from aggregator.coordination.collection import Plan, decide, wanted_devices
 from aggregator.heads.calibration import Calibration
@@ -26,7 +28,7 @@ from aggregator.tasks.retention import delete_carried_submissions, delete_unneed
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.job_processes import Finished, Progress, Trainer
 from aggregator.training.jobs import BlobJob
-from protocol.errors import StateError
+from protocol.errors import BlobLost, StateError
 from protocol.log import event
 from protocol.retry_delay import retry_delay_s
 from protocol.wire.messages import BlobRef, RoundManifest
@@ -168,6 +170,8 @@ class Schedule:
         now_s = self._store.clock.now_s()
         if not self._is_counted(now_s):
             return
+        if plan is not None and plan.state == "planned" and not self._is_readable(plan):
+            plan = None
         limits = self._task.file.limits
         decision = decide(
             self._collection,
@@ -185,6 +189,18 @@ class Schedule:
                 self._train(plan)
             case "wait" if plan is None:
                 self._calibrate()
+
+    def _is_readable(self, plan: HeadRecord) -> bool:
+        """Delete a plan whose list of submissions is lost: it is made again of what counts."""
+        try:
+            self._store.members(plan)
+        except BlobLost as error:
+            event(
+                log, logging.ERROR, "planned again: its submissions are lost", head=plan.version, reason=error
+            )
+            self._store.heads.delete(plan.task, plan.version)
+            return False
+        return True
 
     def _plan_of(self, head: HeadRecord | None) -> Plan | None:
         if head is None:
@@ -214,6 +230,8 @@ class Schedule:
         """Return True if a training has failed, and other submissions count by now."""
         if plan.state == "training" or not plan.failures:
             return False
+        if self.sum_lists is not None and (pending := self.sum_lists.stored.pending) and not pending.problem:
+            return False  # its submissions stay the same, whatever their devices do meanwhile
         if self._compared[:2] != (plan.members, self._change):
             opened = self._store.submissions_of(self._task.digest, self._settings)
             counting = opened.members(self._collection.version)
@@ -270,9 +288,14 @@ class Schedule:
         if self._begin(plan, training, job) and self._settings.rounds is None:
             log_limit(self._store, plan.task, self._task.file.limits)
 
-    def _begin(self, before: HeadRecord | None, training: HeadRecord, job: BlobJob) -> bool:
-        """Store that a head is trained and start its job, unless another one than `before` is planned by now."""
-        if not self._replace(before, training):
+    def _begin(
+        self, before: HeadRecord | None, training: HeadRecord, job: BlobJob, *, change: int | None = None
+    ) -> bool:
+        """Store that a head is trained and start its job, unless another one than `before` is planned by now.
+
+        With `change`, also unless anything has changed since.
+        """
+        if not self._replace(before, training, change=change):
             return False
         self._job = job
         try:
@@ -294,13 +317,18 @@ class Schedule:
         members = self._store.members(plan)
         try:
             is_open = lists.is_open(members)
+        except BlobLost as error:
+            self._plan_without(plan, {error.digest.hex()})
+            return None
         except StateError as error:
             self._fail(plan, str(error))
             return None
         if not is_open:
             if lists.stored.pending is None:
-                self._store.heads.delete(plan.task, plan.version)
-                self._too_few_at = self._store.newest_change()
+                with self._store.transaction():
+                    is_latest = self._store.newest_change() == self._change
+                    self._store.heads.delete(plan.task, plan.version)
+                    self._too_few_at = self._store.newest_change() if is_latest else -1
             return None
         listed = devices_of(lists.stored)
         later = [device for device in members if device not in listed]
@@ -331,7 +359,7 @@ class Schedule:
 
         It is no training of `limits.heads_per_hour`, and is not resumed: after a restart, it is due again.
         """
-        head = self.newest
+        head, change = self.newest, self._store.newest_change()
         if head is None or (job := self._calibration.job(head)) is None:
             return
         calibrated = replace(
@@ -346,14 +374,17 @@ class Schedule:
             trial=None,
             reason="",
         )
-        self._begin(None, calibrated, job)
+        self._begin(None, calibrated, job, change=change)
 
     def store_progress(self, figures: Mapping[str, Any]) -> None:
         """Store the progress of the running training, for `status`."""
         known = {name: figures[name] for name in ("epoch", "epochs", "loss") if name in figures}
         plan = self.plan
-        if plan is not None and self._is_running(plan):
-            self._store.heads.put_progress(replace(plan, progress=TrainingProgress(plan.version, **known)))
+        if plan is None or not self._is_running(plan):
+            return
+        with contextlib.suppress(msgspec.ValidationError):  # a library may print anything
+            progress = msgspec.convert({"version": plan.version, **known}, TrainingProgress)
+            self._store.heads.put_progress(replace(plan, progress=progress))
 
     def finish(self, finished: Finished) -> bool:
         """Apply the end of a training or a calibration; return True if there is a new head."""
@@ -398,7 +429,6 @@ class Schedule:
             elif self.sum_lists is not None and finished.kind == "list":
                 self.sum_lists.abandon(reason)
                 self._store.heads.delete(plan.task, plan.version)
-                self._too_few_at = self._store.newest_change()
             elif finished.kind == "lost":
                 self._plan_without(plan, finished.lost)
             else:
@@ -445,10 +475,12 @@ class Schedule:
     def _fail(self, plan: HeadRecord, reason: str) -> None:
         self._replace(plan, self._failed(plan, reason))
 
-    def _replace(self, before: HeadRecord | None, after: HeadRecord) -> bool:
+    def _replace(self, before: HeadRecord | None, after: HeadRecord, *, change: int | None = None) -> bool:
         """Store what has become of a planned head, unless it has changed since; return True if it is stored."""
         with self._store.transaction():
             if _identity(self.plan) != _identity(before):
+                return False
+            if change is not None and self._store.newest_change() != change:
                 return False
             self._store.heads.put(after)
         return True

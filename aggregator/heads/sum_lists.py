@@ -15,7 +15,7 @@ from aggregator.intake.validation import read_message
 from aggregator.storage.store import Store
 from aggregator.storage.sum_lists import PendingList, SumLists, put_sums, sums_of, without_pending
 from aggregator.tasks.task_preparation import Task
-from protocol.errors import MalformedMessage, StateError
+from protocol.errors import BlobLost, MalformedMessage, StateError
 from protocol.log import event
 from protocol.statistics.noisy_sums import released_values
 from protocol.wire.arrays import to_array
@@ -63,9 +63,13 @@ class SecondOperatorLists:
     def stored(self) -> SumLists:
         return sums_of(self._store.facts, self._task.digest)
 
-    def _put(self, lists: SumLists) -> None:
+    def _put(self, lists: SumLists, *, change: int | None = None) -> bool:
+        """Store lists, with `change` unless anything has changed since; return True if they are stored."""
         with self._store.transaction():  # `aggregator forget` changes those of other tasks
+            if change is not None and self._store.newest_change() != change:
+                return False
             put_sums(self._store.facts, lists)
+        return True
 
     @property
     def is_opened(self) -> bool:
@@ -81,8 +85,11 @@ class SecondOperatorLists:
         Raises:
             StateError: a submission cannot be read, or nothing can be stored.
         """
-        lists = self.stored
+        lists, change = self.stored, self._store.newest_change()
         new = members.keys() - set(lists.devices)
+        if lists.pending is not None and lists.pending.masks and not self._has(lists.pending.masks):
+            lists = replace(lists, pending=replace(lists.pending, masks=""))  # it is requested again
+            self._put(lists)
         if (refused := lists.pending) is not None and refused.problem and refused.members.keys() != new:
             # The second operator has not opened it, and a device was revoked or has come since.
             lists = replace(lists, pending=None)
@@ -108,7 +115,8 @@ class SecondOperatorLists:
                 requested_s=time.time(),
             )
             lists = replace(lists, pending=pending)
-            self._put(lists)
+            if not self._put(lists, change=change):  # a device may have been forgotten meanwhile
+                return False
             event(log, logging.INFO, "sum requested from the second operator", devices=len(chosen))
         self._due_s = 0.0
         return self.is_opened
@@ -138,7 +146,26 @@ class SecondOperatorLists:
         pending = self.stored.pending
         if pending is None or pending.masks:
             return None
-        return self._store.blobs.read(bytes.fromhex(pending.request))
+        try:
+            return self._store.blobs.read(bytes.fromhex(pending.request))
+        except BlobLost:
+            return self._made_again(pending)
+
+    def _made_again(self, pending: PendingList) -> bytes | None:
+        """Return a request that is lost, made of the same submissions; None if one of them is lost, too."""
+        try:
+            submissions = [
+                self._masked(name, bytes.fromhex(digest)) for name, digest in pending.members.items()
+            ]
+        except BlobLost as error:
+            self.abandon(str(error))
+            return None
+        request = SumRequest(task=self._task.digest, values=self._values, submissions=tuple(submissions))
+        self._store.blobs.put(data := encode(request))
+        return data
+
+    def _has(self, digest: str) -> bool:
+        return bytes.fromhex(digest) in self._store.blobs
 
     def take(self, payload: bytes) -> bool:
         """Take a frame of a reply; return True if the pending list is opened or refused by it.

@@ -5,6 +5,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 from aggregator.intake import intake_status
 from aggregator.intake.open_uploads import OpenUploads
@@ -37,6 +38,16 @@ ROOM_SHARE = 0.05
 MAX_DETAIL = 500
 
 
+def missing_room(folder: Path, max_bytes: int) -> str:
+    """Return what a state directory lacks for an upload; empty if there is room. Raises StateError."""
+    with state_errors(folder):
+        disk = shutil.disk_usage(folder)
+    needed = min(max_bytes, MAX_ROOM_BYTES, int(disk.total * ROOM_SHARE))
+    if disk.free >= needed or not disk.total:  # some file systems say 0
+        return ""
+    return f"{needed / 1e6:.1f} MB needed, {disk.free / 1e6:.1f} MB available"
+
+
 class Uploads:
     """The uploads of devices, of at most `max_bytes`, until they are whole.
 
@@ -62,15 +73,10 @@ class Uploads:
     def _require_room(self) -> None:
         """Raise StateError unless there is room for an upload, also in the database."""
         folder = self._store.folder
+        if missing := missing_room(folder, self._max_bytes):
+            raise StateError(f"not enough disk space in {folder}: {missing}")
         trial = folder / ".trial"
         with state_errors(trial):
-            disk = shutil.disk_usage(folder)
-            needed = min(self._max_bytes, MAX_ROOM_BYTES, int(disk.total * ROOM_SHARE))
-            if disk.total and disk.free < needed:  # some file systems say 0
-                raise StateError(
-                    f"not enough disk space in {folder}: {needed / 1e6:.1f} MB needed, "
-                    f"{disk.free / 1e6:.1f} MB available"
-                )
             try:
                 with trial.open("wb") as file:
                     file.write(bytes(TRIAL_BYTES))

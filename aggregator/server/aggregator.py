@@ -11,7 +11,7 @@ from pathlib import Path
 from aggregator.config.schema import TaskFile
 from aggregator.heads.rollout import Rollout
 from aggregator.heads.schedule import Schedule
-from aggregator.intake.uploads import Uploads
+from aggregator.intake.uploads import Uploads, missing_room
 from aggregator.intake.validation import Refused, count_rows, read_message
 from aggregator.messaging.blob_sender import BlobSender
 from aggregator.messaging.manifest_signer import identity_of
@@ -24,6 +24,7 @@ from aggregator.server.store_view import IntakeHeads
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask, TaskPreparation
 from aggregator.storage.submissions import SubmissionRecord
+from aggregator.tasks.retention import needed_blobs
 from aggregator.tasks.task_preparation import Task, prepare_task
 from aggregator.training.job_processes import Finished, Progress
 from protocol.errors import StateError, ThreadFailed
@@ -59,10 +60,13 @@ class Aggregator:
         self._store = store
         self._events = events = events or queue.SimpleQueue()
         self._is_stopped = False
+        max_bytes = int(task.file.max_submission_mb * 1024**2)
+        if missing_room(store.folder, max_bytes):
+            store.blobs.keep_only(needed_blobs(task, store))
         require_not_replaced(store.facts.get(Duplicate) or Duplicate(), command=TAKE_OVER)
         key, fleet = identity_of(store.folder), task.file.fleet
         presence = OwnPresence(epoch=_next_epoch(task, store), topic=fleet_topic(fleet, "state"), key=key)
-        self._uploads = Uploads(store, max_bytes=int(task.file.max_submission_mb * 1024**2))
+        self._uploads = Uploads(store, max_bytes=max_bytes)
         self._training = Schedule(task, store, on_event=events.put)
         self._releases = Rollout(task, store)
         self._sum_reply = fleet_topic(fleet, "sums/reply")

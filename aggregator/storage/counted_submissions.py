@@ -75,6 +75,8 @@ class CountedSubmissions:
 
     def members(self, version: int) -> dict[str, bytes]:
         """Return the digests of the submissions that the next head is made of, by device in order."""
+        if is_over(version, self.settings):
+            return {}
         oldest = 0 if self.settings.rounds is None else version - self.settings.staleness
         return dict(self._read("device, digest", "round >= ? ORDER BY device", oldest))
 

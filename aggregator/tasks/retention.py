@@ -74,6 +74,8 @@ def delete_earlier_tasks(task: Task, store: Store) -> None:
         for digest in tasks:
             if digest.hex() in expired:
                 store.submissions.delete_task(digest)
+                if (planned := store.heads.planned(digest)) is not None:
+                    store.heads.delete(digest, planned.version)
                 if (lists := sums_of(store.facts, digest)).pending is not None:
                     put_sums(store.facts, replace(lists, pending=None))
                 event(log, logging.INFO, "submissions of an earlier task deleted", task=digest)

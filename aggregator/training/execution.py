@@ -2,7 +2,7 @@
 
 An engine elsewhere has this function, too.
 
-`python -m aggregator.training.execution FOLDER BLOBS ENGINE` runs the job
+`python -m aggregator.training.execution FOLDER BLOBS ENGINE PIPE` runs the job
 in FOLDER/job.json: its progress goes to stdout, and `result.json` is written last. The aggregator cancels the job,
 or ends it at its time limit, with a signal: only that stops native code.
 """
@@ -18,6 +18,7 @@ import msgspec
 from aggregator.cluster_modules import ENGINES, cluster_module
 from aggregator.storage.blobs import open_blobs
 from aggregator.training.jobs import RESULT_FILE, Failure, Job, Kind, Result, Workspace, failure_of
+from protocol.children import end_with
 from protocol.errors import ProtofleetError
 from protocol.storage.blobstore import write_atomically
 
@@ -42,6 +43,7 @@ def main() -> None:
 
     When memory runs out, Linux kills the job, which is repeated, rather than the aggregator or the broker.
     """
+    end_with(int(sys.argv[4]))
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE, encoding="ascii")
     folder, blobs, engine = Path(sys.argv[1]), sys.argv[2], sys.argv[3]

@@ -89,29 +89,39 @@ class Trainer:
             shutil.rmtree(self._folder, ignore_errors=True)
             folder.mkdir(parents=True)
         write_atomically(folder / JOB_FILE, msgspec.json.encode(job))
-        with state_errors(folder), (folder / "training.log").open("wb") as errors:
-            # A new session, so that Ctrl-C reaches only the aggregator, which then stops the job.
-            process = self._process = subprocess.Popen(
-                [sys.executable, "-m", PROGRAM, str(folder), self._blobs, self._engine],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                encoding="utf-8",
-                errors="replace",  # a library may print anything
-                start_new_session=True,
-                # Spinning threads made training 11 times slower beside other programs.
-                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
-            )
+        alive, held = os.pipe()
+        try:
+            with state_errors(folder), (folder / "training.log").open("wb") as errors:
+                # A new session, so that Ctrl-C reaches only the aggregator, which then stops the job. It ends with the
+                # aggregator, which alone holds the other end of a pipe.
+                process = self._process = subprocess.Popen(
+                    [sys.executable, "-m", PROGRAM, str(folder), self._blobs, self._engine, str(alive)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    encoding="utf-8",
+                    errors="replace",  # a library may print anything
+                    start_new_session=True,
+                    pass_fds=(alive,),
+                    # Spinning threads made training 11 times slower beside other programs.
+                    env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
+                )
+        except BaseException:
+            os.close(held)
+            raise
+        finally:
+            os.close(alive)
 
         def fail(failure: ThreadFailed) -> None:
             _kill(process)
             self._on_event(Finished(job, None, str(failure)))
 
         try:
-            start_thread(lambda: self._watch(job, process), name="job", on_failure=fail)
+            start_thread(lambda: self._watch(job, process, held), name="job", on_failure=fail)
         except ThreadFailed:
             _kill(process)
+            os.close(held)
             raise
 
     def stop(self) -> None:
@@ -123,7 +133,7 @@ class Trainer:
             except subprocess.TimeoutExpired:
                 _kill(self._process)
 
-    def _watch(self, job: Job, process: subprocess.Popen[str]) -> None:
+    def _watch(self, job: Job, process: subprocess.Popen[str], held: int) -> None:
         is_late = threading.Event()
 
         def end() -> None:
@@ -138,6 +148,7 @@ class Trainer:
             code = process.wait()
         finally:
             limit.cancel()
+            os.close(held)
         folder = self._folder / job.name
         try:
             result = read_result(folder)

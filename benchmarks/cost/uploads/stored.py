@@ -1,4 +1,4 @@
-"""What an aggregator takes with many stored submissions: its start, a plan of all, an upload, the longest transaction.
+"""Time of an aggregator with many stored submissions: its start, a plan of all, an upload, the longest transaction.
 
 `python -m benchmarks cost stored` fills a state directory with one small submission of each device, and calls what the
 aggregator calls. Its training starts and is stopped at once.

@@ -335,6 +335,7 @@ def test_rollback_of_a_round_head(amqtt_broker: BrokerAddress, task_file: Path) 
         assert (back.current, back.candidate) == (first.current, None)
         assert back.current.tensors is not None
         assert digest_of(a.fetch(back.current.tensors)) == back.current.tensors.digest
+        daemon.until(lambda status: status["head_path"] is not None and status["rollout"]["current"] == 1)
         row = open_store(daemon.state, read_only=True).heads.all()[0]
         assert digest_of((daemon.state / "head.onnx").read_bytes()) == row.file
         assert second.current.tensors is not None

@@ -101,7 +101,9 @@ def test_result_with_a_number_that_is_not_finite_is_a_failed_job(
     """JSON has none: it is null there."""
     result = tmp_path / "training" / "head-1" / "result.json"
     _replace_python(
-        tmp_path, monkeypatch, f'#!/bin/sh\necho \'{{"metrics": {{"loss": null}}}}\' > {result}\n'
+        tmp_path,
+        monkeypatch,
+        f'#!/bin/sh\necho \'{{"type": "Result", "metrics": {{"loss": null}}}}\' > {result}\n',
     )
     finished, _ = _end(_job(tmp_path), tmp_path)
     assert finished.result is None

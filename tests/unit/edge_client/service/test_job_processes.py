@@ -151,7 +151,7 @@ from pathlib import Path
 from protocol import children
 from tests.support.devices.device_bench import HeadBench
 launch = children.launch_process
-children.launch = lambda _, pipe, alive: launch("tests.support.devices.deadly_job", pipe, alive)
+children.launch = lambda _, *rest: launch("tests.support.devices.deadly_job", *rest)
 import logging
 logging.basicConfig(stream=sys.stdout, force=True)
 HeadBench(Path(sys.argv[1]))

@@ -1,0 +1,345 @@
+"""Heads of a fleet after restarts, commands of other processes, and with damaged files."""
+
+import contextlib
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock, patch
+
+import psutil
+import pytest
+from msgspec import structs
+
+from aggregator.config.task_file import load_task
+from aggregator.coordination.round_state import Entry
+from aggregator.heads import rollout
+from aggregator.heads.operator_commands import forget, submit_command
+from aggregator.heads.rollout import Rollout
+from aggregator.heads.schedule import Schedule
+from aggregator.server.aggregator import Aggregator
+from aggregator.storage.heads import HeadRecord
+from aggregator.storage.open_store import open_store
+from aggregator.storage.store import Store
+from aggregator.storage.submissions import SubmissionRecord
+from aggregator.storage.sum_lists import sums_of
+from aggregator.tasks.retention import KEPT_S, delete_unneeded_blobs
+from aggregator.tasks.task_preparation import prepare_task
+from aggregator.training.job_processes import Finished
+from aggregator.training.jobs import CalibrationJob
+from protocol.mqtt.tls import BrokerAddress
+from protocol.wire.codec import digest_of
+from protocol.wire.messages import MaskedSubmission
+from tests.support.fleets.aggregator_process import write_task
+from tests.support.messages.heads import add_head, plan_head
+from tests.support.messages.submissions import SERVED
+from tests.unit.aggregator.heads import test_calibration, test_sum_lists
+from tests.unit.aggregator.heads.test_calibration import DEVICES, TASK, _all
+
+
+@pytest.fixture
+def world(store: Store, monkeypatch: pytest.MonkeyPatch) -> test_calibration.World:
+    monkeypatch.setattr(rollout, "POLL_S", 0.0)
+    return test_calibration.World(store)
+
+
+def _lose(store: Store, digest: bytes) -> None:
+    store.blobs.path(digest).write_bytes(b"damaged")
+    store._members = b"", {}  # as in a program that was started since
+
+
+@pytest.mark.parametrize("failures", [0, 1])
+def test_lost_list_of_a_plan_does_not_end_the_program_again_and_again(
+    world: test_calibration.World, failures: int
+) -> None:
+    """The plan is made again of what counts."""
+    members = {device: digest_of(f"{device} 1".encode()) for device in DEVICES}
+    plan = plan_head(world.store, 2, task=TASK, members=members, failures=failures)
+    _lose(world.store, plan.members)
+    for _ in range(2):
+        world.restart()
+        world.tick()
+
+
+def test_lost_list_of_the_newest_head_does_not_end_the_program(world: test_calibration.World) -> None:
+    """It is not calibrated."""
+    world.evaluate(_all())
+    head = world.store.heads.newest(TASK)
+    assert head is not None
+    _lose(world.store, head.members)
+    world.restart()
+    world.tick()
+
+
+def test_lost_request_does_not_end_the_program(store: Store) -> None:
+    """It can be made again of the submissions that it lists."""
+    world = test_sum_lists.World(store)
+    world.upload(1, 2, 3)
+    world.lists.is_open(world.members)
+    pending = sums_of(store.facts, test_sum_lists.TASK).pending
+    assert pending is not None
+    _lose(store, bytes.fromhex(pending.request))
+    world.restart()
+    assert world.lists.request() is not None
+
+
+def test_submissions_of_the_last_round_are_not_lost(prepared: Path, tmp_path: Path) -> None:
+    """Retention deletes them once all rounds are over: no device is asked for them again."""
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    store = open_store(tmp_path / "state")
+    task = prepare_task(*load_task(tmp_path / "task.toml"), store=store)
+    for device in "ab":
+        digest = store.blobs.put(device.encode())
+        entry = Entry(1, digest, 0.0, 2)
+        store.submissions.put(task.digest, SubmissionRecord(device, entry, 1, 1, 1, {0: 1}))
+    add_head(store, 3, task=task.digest, tensors=task.first_tensors)
+    training = Schedule(task, store, on_event=lambda _: None)
+    training.tick()
+    delete_unneeded_blobs(task, store)
+    restarted = Schedule(task, store, on_event=lambda _: None)
+    assert store.submissions.lost(task.digest) == []
+    assert restarted.lost.requests() == []
+
+
+def test_plan_of_a_deleted_task_keeps_no_submissions(world: test_calibration.World) -> None:
+    """Its submissions are deleted for good 30 days after another task has replaced it."""
+    store, earlier = world.store, bytes(32)
+    digest = store.blobs.put(b"private")
+    store.submissions.put(earlier, SubmissionRecord("z", Entry(1, digest, 0.0), 1, 1, 1, {0: 1}))
+    plan_head(store, 1, task=earlier, members={"z": digest}, failures=1)
+    delete_unneeded_blobs(world.task, store)
+    assert digest in store.blobs
+    world.clock.elapsed_s += KEPT_S + 1.0
+    delete_unneeded_blobs(world.task, store)
+    assert store.submissions.of_device("z") == []
+    assert digest not in store.blobs
+    assert store.heads.planned(earlier) is None
+
+
+def test_training_folder_that_was_deleted_in_part_does_not_end_the_program(tmp_path: Path) -> None:
+    """A start deletes the folder of the training before, and may be killed meanwhile."""
+    store = open_store(tmp_path / "state")
+    task = prepare_task(*load_task(write_task(tmp_path)), store=store)
+    digest = store.blobs.put(b"head 1")
+    add_head(store, 1, task=task.digest, digest=digest, size_bytes=6, file=digest)
+    (folder := store.folder / "training" / "head-1").mkdir(parents=True)
+    (folder / "model.onnx").write_bytes(b"model")
+    Rollout(task, store)
+
+
+def test_calibration_that_is_forgotten_before_it_starts(world: test_calibration.World) -> None:
+    """`aggregator forget` runs in another process, at any moment."""
+    calibration = world.training._calibration
+    job_of = calibration.job
+
+    def job(head: HeadRecord) -> CalibrationJob | None:
+        if (made := job_of(head)) is not None:
+            forget(world.store, "a")
+        return made
+
+    with patch.object(calibration, "job", job):
+        world.report(_all())
+    if world.jobs and world.store.heads.planned(TASK):
+        world.finish()
+    for _ in range(3):
+        world.tick()
+    newest = world.store.heads.newest(TASK)
+    plan = world.store.heads.planned(TASK)
+    assert newest is not None
+    is_made_again = plan is not None and "a" not in world.store.members(plan)
+    assert is_made_again or "a" not in world.store.members(newest)
+
+
+def test_list_of_a_second_operator_has_no_forgotten_device(store: Store) -> None:
+    """`aggregator forget` runs in another process while the submissions of a list are read."""
+    world = test_sum_lists.World(store)
+    store.facts.put(structs.replace(SERVED, digest=test_sum_lists.TASK))
+    world.upload(1, 2, 3, 4)
+    for device, digest in world.members.items():
+        record = SubmissionRecord(device, Entry(1, digest, 0.0), 1, 1, 1, {0: 1})
+        store.submissions.put(test_sum_lists.TASK, record)
+    plan_head(store, 1, task=test_sum_lists.TASK, members=world.members)
+    read, calls = world.lists._masked, list[str]()
+
+    def masked(device: str, digest: bytes) -> MaskedSubmission:
+        found = read(device, digest)
+        calls.append(device)
+        if len(calls) == 4:
+            forget(store, "dev1")
+        return found
+
+    with patch.object(world.lists, "_masked", masked):
+        world.lists.is_open(world.members)
+    assert "dev1" not in world.pending
+
+
+def test_head_that_was_made_before_forget_does_not_become_current_after_it(
+    world: test_calibration.World,
+) -> None:
+    """The program was killed between the head and the rollout."""
+    made = {"digest": world.store.blobs.put(b"2"), "size_bytes": 1, "metrics": {}}
+    members = {device: digest_of(f"{device} 1".encode()) for device in DEVICES}
+    add_head(world.store, 2, task=TASK, members=members, is_used=False, **made)
+    forget(world.store, "a")
+    releases = Rollout(world.task, world.store)
+    releases.tick()
+    assert releases.state.current == 1
+
+
+def test_progress_that_cannot_be_read_does_not_end_the_program(world: test_calibration.World) -> None:
+    """A library may print anything, also an object in JSON."""
+    world.upload("a")
+    assert world.training.plan is not None
+    world.training.store_progress({"epoch": 1.5, "loss": "low"})
+    world.tick()
+
+
+def test_start_on_a_full_disk_deletes_what_nothing_needs(world: test_calibration.World) -> None:
+    """Replaced submissions, which a running program deletes once a minute, fill the disk."""
+    store = world.store
+    unneeded = store.blobs.put(b"a submission that was replaced")
+
+    def disk(_: object) -> SimpleNamespace:
+        return SimpleNamespace(total=10**9, free=10**3 if unneeded in store.blobs else 10**9)
+
+    with patch.object(shutil, "disk_usage", disk):
+        Aggregator(world.task, store, broker=BrokerAddress("127.0.0.1", 1))
+    assert unneeded not in store.blobs
+
+
+class Sums:
+    """A fleet with a second operator, whose trainings run when a test says so."""
+
+    def __init__(self, store: Store) -> None:
+        self.world = test_sum_lists.World(store)
+        self.store = store
+        self.events: list[object] = []
+        self.training = Schedule(test_sum_lists.SERVED, store, on_event=self.events.append)
+        self.training._trainer = self.trainer = Mock()
+        self.training.restoration = Mock()
+        assert self.training.sum_lists is not None
+        self.world.lists = self.training.sum_lists
+
+    def upload(self, *numbers: int) -> None:
+        self.world.upload(*numbers)
+        for number in numbers:
+            digest = self.world.members[f"dev{number}"]
+            record = SubmissionRecord(f"dev{number}", Entry(1, digest, 0.0), 1, 1, 1, {0: 1})
+            self.store.submissions.put(test_sum_lists.TASK, record)
+
+    def opened(self) -> None:
+        request = self.world.lists.request()
+        assert request is not None
+        assert self.world.take(self.world.reply(request))
+
+    def jobs(self) -> int:
+        return int(self.trainer.start.call_count)
+
+    def fail(self, kind: str = "error") -> None:
+        job = self.trainer.start.call_args.args[0]
+        self.training.finish(Finished(job, None, "out of memory", kind=kind))  # type: ignore[arg-type]
+
+
+def test_failing_training_of_a_list_waits_although_other_devices_have_come(store: Store) -> None:
+    """They belong to a later list: the repetition is of the same submissions, and has a delay that grows."""
+    fleet = Sums(store)
+    fleet.upload(1, 2, 3)
+    fleet.training.tick()
+    fleet.opened()
+    fleet.upload(4)
+    fleet.training.tick()
+    for _ in range(5):
+        fleet.fail()
+        fleet.training.tick()
+    assert fleet.jobs() <= 2
+
+
+def test_devices_that_came_during_a_training_of_an_unusable_list_get_the_next_one(store: Store) -> None:
+    """Also if nothing else happens afterwards."""
+    fleet = Sums(store)
+    fleet.upload(1, 2, 3)
+    fleet.training.tick()
+    fleet.opened()
+    fleet.training.tick()
+    fleet.upload(4, 5, 6)
+    fleet.fail("list")
+    for _ in range(3):
+        fleet.training.tick()
+    assert set(fleet.world.pending) == {"dev4", "dev5", "dev6"}
+
+
+def test_head_in_use_is_made_again_without_a_forgotten_device_although_it_is_not_the_newest(
+    world: test_calibration.World,
+) -> None:
+    """An operator has rolled back from a head without the device, which was revoked before."""
+    store = world.store
+    members = {device: digest_of(f"{device} 1".encode()) for device in DEVICES[1:]}
+    made = {"digest": store.blobs.put(b"2"), "size_bytes": 1, "metrics": {}}
+    add_head(store, 2, task=TASK, members=members, is_used=False, **made)
+    world.releases.tick(at_once=True)
+    submit_command(store, "rollback", 1)
+    world.tick()
+    assert (world.releases.state.current, world.jobs) == (1, [])
+    said = forget(store, "a")
+    for _ in range(3):
+        world.tick()
+    assert world.jobs, said
+
+
+def test_job_ends_with_its_aggregator(tmp_path: Path) -> None:
+    """A killed program leaves none that writes into the folder of the next training of the same head."""
+    code = f"""
+import subprocess, sys, time
+from pathlib import Path
+from aggregator.training import job_processes
+from aggregator.training.jobs import CompileJob
+start = subprocess.Popen
+def popen(arguments, **options):
+    job = "import sys, time; from protocol.children import end_with; end_with(int(sys.argv[1])); time.sleep(30)"
+    process = start([sys.executable, "-c", job, arguments[-1]], **options)
+    print(process.pid, flush=True)
+    return process
+job_processes.subprocess.Popen = popen
+folder = {str(tmp_path)!r}
+trainer = job_processes.Trainer(Path(folder), blobs=folder, timeout_s=100, on_event=print)
+trainer.start(CompileJob(algorithm="fpl", settings={{}}, feature_size=1, num_classes=2, seed=0))
+time.sleep(30)
+"""
+    program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    job = int(program.stdout.readline())
+    program.kill()
+    program.wait()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(job).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+
+
+def test_damaged_submission_does_not_hold_up_a_list(store: Store) -> None:
+    """It counts no longer, and its device is asked for it again."""
+    fleet = Sums(store)
+    fleet.upload(1, 2, 3, 4)
+    store.blobs.path(fleet.world.members["dev1"]).write_bytes(b"damaged")
+    fleet.training.tick()
+    for _ in range(2):
+        fleet.training.retry()
+        fleet.training.tick()
+    assert [each.device for each in store.submissions.lost(test_sum_lists.TASK)] == ["dev1"]
+    assert set(fleet.world.pending) == {"dev2", "dev3", "dev4"}
+
+
+def test_lost_reply_of_a_second_operator_is_requested_again(store: Store) -> None:
+    """The list is the same, so that it opens it again."""
+    fleet = Sums(store)
+    fleet.upload(1, 2, 3)
+    fleet.training.tick()
+    fleet.opened()
+    pending = sums_of(store.facts, test_sum_lists.TASK).pending
+    assert pending is not None
+    store.blobs.path(bytes.fromhex(pending.masks)).unlink()
+    fleet.training.tick()
+    assert fleet.jobs() == 0
+    fleet.world.lists.connected()
+    assert fleet.world.lists.request() is not None
