@@ -72,14 +72,6 @@ class State:
     """Heads up to this one may have learned from a device that was forgotten; 0 if there is none."""
 
 
-def initial_state(versions: Iterable[int]) -> State:
-    """Return the state of a task whose heads all went to every device, one after the other."""
-    state = State()
-    for version in sorted(versions):
-        state = replace(activated(state, version), newest=version)
-    return state
-
-
 def retained_heads(state: State, versions: Iterable[int]) -> set[int]:
     """Return the heads, of all versions, that devices use or a rollback can return to."""
     candidate = {state.trial.version} if state.trial else set()

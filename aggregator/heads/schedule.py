@@ -485,11 +485,6 @@ class Schedule:
             self._store.heads.put(after)
         return True
 
-    def retry(self) -> None:
-        """Let a training that has failed start at once."""
-        if (plan := self.plan) is not None and plan.state == "planned":
-            self._replace(plan, replace(plan, retry_s=0.0))
-
     def _delete_unneeded_blobs(self) -> None:
         started_s = self._store.clock.now_s()
         if started_s < self._retention_s:

@@ -1,16 +1,25 @@
 """Heads in a store, without a training."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from aggregator.coordination.rollout_state import initial_state
+from aggregator.coordination.rollout_state import State, activated
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from protocol.wire.messages import Evaluation
 from tests.support.messages.submissions import TASK
 
 NOBODY: Mapping[str, bytes] = MappingProxyType({})
+
+
+def initial_state(versions: Iterable[int]) -> State:
+    """Return the rollout of heads that all went to every device, one after the other."""
+    state = State()
+    for version in sorted(versions):
+        state = replace(activated(state, version), newest=version)
+    return state
 
 
 def add_head(

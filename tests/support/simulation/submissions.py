@@ -34,3 +34,10 @@ def accept(training: Schedule, record: SubmissionRecord, payload: bytes) -> Subm
         accepted.add(replace(record, entry=verdict.counted_entry or record.entry), payload)
         accepted.flush()
     return verdict
+
+
+def retry(training: Schedule) -> None:
+    """Let the delay after a failed training pass."""
+    plan = training.plan
+    assert plan is not None
+    training._store.heads.put(replace(plan, retry_s=0.0))

@@ -15,10 +15,10 @@ from aggregator.coordination.rollout_state import (
     State,
     Ticked,
     Trial,
-    initial_state,
 )
 from aggregator.storage.heads import HeadRecord, placed, rollout_of
 from protocol.wire.canary_rank import canary_rank
+from tests.support.messages.heads import initial_state
 
 CANARY = Settings(canary_fraction=0.2, min_canaries=1, margin=0.02, canary_timeout_s=600.0)
 QUORUM = Settings(canary_fraction=0.2)

@@ -21,9 +21,9 @@ from aggregator.coordination.rollout_state import (
     State,
     Ticked,
     Trial,
-    initial_state,
 )
 from protocol.wire.canary_rank import canary_rank
+from tests.support.messages.heads import initial_state
 from tests.unit.aggregator.coordination.rollout_events import (
     BROKEN,
     CANARY,

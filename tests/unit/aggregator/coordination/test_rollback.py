@@ -22,10 +22,10 @@ from aggregator.coordination.rollout_state import (
     State,
     Ticked,
     Trial,
-    initial_state,
     retained_heads,
     without_forgotten,
 )
+from tests.support.messages.heads import initial_state
 from tests.unit.aggregator.coordination.rollout_events import BROKEN, FLEET, GOOD, QUORUM, heads, play, trying
 
 

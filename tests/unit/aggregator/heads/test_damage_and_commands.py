@@ -35,6 +35,7 @@ from protocol.wire.messages import MaskedSubmission
 from tests.support.fleets.aggregator_process import write_task
 from tests.support.messages.heads import add_head, plan_head
 from tests.support.messages.submissions import SERVED
+from tests.support.simulation.submissions import retry
 from tests.unit.aggregator.heads import test_calibration, test_sum_lists
 from tests.unit.aggregator.heads.test_calibration import DEVICES, TASK, _all
 
@@ -324,7 +325,7 @@ def test_damaged_submission_does_not_hold_up_a_list(store: Store) -> None:
     store.blobs.path(fleet.world.members["dev1"]).write_bytes(b"damaged")
     fleet.training.tick()
     for _ in range(2):
-        fleet.training.retry()
+        retry(fleet.training)
         fleet.training.tick()
     assert [each.device for each in store.submissions.lost(test_sum_lists.TASK)] == ["dev1"]
     assert set(fleet.world.pending) == {"dev2", "dev3", "dev4"}

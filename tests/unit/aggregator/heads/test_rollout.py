@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from aggregator.config.schema import Limits
 from aggregator.config.task_file import load_task
-from aggregator.coordination.rollout_state import HeadCommand, Settings, State, initial_state
+from aggregator.coordination.rollout_state import HeadCommand, Settings, State
 from aggregator.heads import current_files, rollout
 from aggregator.heads.operator_commands import submit_command
 from aggregator.heads.rollout import Rollout
@@ -23,7 +23,7 @@ from protocol.errors import ConfigError, StateError
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Evaluation, HeadRef
 from tests.support.fleets.aggregator_process import write_task
-from tests.support.messages.heads import add_head
+from tests.support.messages.heads import add_head, initial_state
 from tests.support.messages.submissions import SERVED
 from tests.support.simulation.releases import write_files
 

@@ -32,7 +32,7 @@ from aggregator.training.jobs import Result, RoundJob
 from protocol.errors import StateError
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Receipt
-from tests.support.simulation.submissions import submit
+from tests.support.simulation.submissions import retry, submit
 
 Events = queue.SimpleQueue[Progress | Finished]
 
@@ -205,7 +205,7 @@ def test_killed_training_is_repeated(training: Schedule, events: Events, task: T
         failed = training.plan
         assert failed is not None
         assert (failed.failures, failed.problem) == (failures, KILLED)
-        training.retry()
+        retry(training)
         training.tick()
     training.stop()
     restarted = Schedule(task, store, on_event=(after := queue.SimpleQueue[Progress | Finished]()).put)
@@ -337,7 +337,7 @@ def test_failure_on_a_full_disk_is_retried(
     assert not training.finish(failure)
     store.database.write("PRAGMA query_only = 0")
     training.tick()
-    training.retry()
+    retry(training)
     training.tick()
     assert training.finish(_end(events))
     assert [head.devices for head in store.heads.all()] == [2]

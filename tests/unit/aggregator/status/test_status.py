@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from aggregator.algorithms.fpl import FPL
 from aggregator.config.schema import Limits, Rounds
 from aggregator.config.training_packages import INSTALL
-from aggregator.coordination.rollout_state import HeadCommand, State, Trial, initial_state
+from aggregator.coordination.rollout_state import HeadCommand, State, Trial
 from aggregator.http.metrics import metrics_text
 from aggregator.http.snapshots import read_snapshot
 from aggregator.intake import intake_status
@@ -30,7 +30,7 @@ from aggregator.storage.sum_lists import put_sums, sums_of
 from aggregator.storage.usage import FLEET, Usage
 from protocol.wire.messages import BlobRef, Confused, Evaluation
 from tests.support.messages import heads
-from tests.support.messages.heads import plan_head
+from tests.support.messages.heads import initial_state, plan_head
 from tests.support.messages.submissions import TASK, device_info, evaluation
 from tests.unit.aggregator.status.stores import (
     TASK_FILE,

@@ -21,7 +21,7 @@ from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.statistics.feature_map import FINE_LEVELS, FeatureMap, selected
 from aggregator.config.schema import Client, PrivacyBudget, PrivacySettings, TaskFile
 from aggregator.config.task_file import load_task
-from aggregator.coordination.rollout_state import State, Trial, initial_state
+from aggregator.coordination.rollout_state import State, Trial
 from aggregator.coordination.round_state import Entry
 from aggregator.graphs.head_export import mapped
 from aggregator.heads.next_head import job_of
@@ -61,7 +61,7 @@ from protocol.statistics.public_map import PublicMap
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, DifferentialPrivacy, Perturbation, Statistics, TaskManifest
 from tests.support.graphs.backbones import tiny_backbone, tiny_metadata
-from tests.support.messages.heads import plan_head
+from tests.support.messages.heads import initial_state, plan_head
 from tests.support.messages.jobs import head_job, workspace
 from tests.support.messages.submissions import (
     FEATURE_SIZE,
