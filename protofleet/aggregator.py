@@ -20,6 +20,7 @@ from aggregator.status.collect import collect_status
 from aggregator.status.model import Status
 from aggregator.storage.open_store import open_store
 from aggregator.supervised import failure_of
+from protocol.cli import require_packages
 from protocol.errors import ConfigError, StateError, ThreadFailed
 from protocol.log import event, notify
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, parse_broker
@@ -73,6 +74,7 @@ class Aggregator(Embedded):
         )
         if embedded_broker and access != NO_AUTHENTICATION:
             raise ConfigError("the embedded broker has neither encryption nor passwords: use mosquitto")
+        require_packages("onnx", extras="aggregator,cpu")  # of jobs
         self._task, self._backbones = load_task(Path(task))
         require_packages_of(self._task)
         self._folder = Path(state) if state is not None else default_state_folder("protofleet-aggregator")

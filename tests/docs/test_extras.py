@@ -194,7 +194,7 @@ for call in (
     lambda: protofleet.train_head([read], classes=2),
     lambda: protofleet.FederatedClassifier().fit(np.eye(60, 8), np.arange(60) % 2),
     lambda: protofleet.simulate,
-    lambda: protofleet.Aggregator,
+    lambda: protofleet.Aggregator("task.toml"),
     lambda: protofleet.compare,
 ):
     try:

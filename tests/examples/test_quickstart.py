@@ -208,7 +208,8 @@ def test_interrupt_ends_every_process(tmp_path: Path) -> None:
     assert len(children) >= 3, said
     assert process.returncode == 130, said
     assert said.splitlines()[-1] == "interrupted"
-    assert not [child for child in children if child.is_running()]
+    # One whose parent has ended may be left to an init that collects none.
+    assert not [each for each in children if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_folder_in_use_is_refused(
