@@ -161,11 +161,10 @@ class Programs:
         # An image that cannot be read for a moment is left out until the next scan.
         tolerated = expected - life.outcome.elsewhere
         life.check(tolerated <= found <= expected, f"{found} prototypes of {name}, expected {expected}")
-        text = log.read_text(errors="replace")
-        times = [device for device, _ in accepted_submissions(text)].count(name)
+        times = [device for device, _ in accepted_submissions(log.read_text(errors="replace"))].count(name)
         # A kill of the aggregator may come between the commit and the log, and a full disk may be the log's as well.
         least = log == self._fleet_log or not (
-            life.outcome.ended or life.outcome.elsewhere or "program ended program=serve" in text
+            life.outcome.ended or life.outcome.elsewhere or "SIGKILL" in str(life.injection)
         )
         life.check(least <= times <= 1, f"submission of {name} accepted {times} times")
         life.outcome.sent += 1
