@@ -8,7 +8,6 @@ chance, such as what happens once a minute, is not entered in each of several ru
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -115,6 +114,8 @@ class Recording:
         images = self._folder / "images" / recorded
         later = images.rename(self._folder / "later")
         images.mkdir()
+        label = min(later.iterdir())
+        last = label.rename(self._folder / "last")  # for a second head
         with contextlib.ExitStack() as stack:
             self._enter("start")
             stack.enter_context(self._aggregator())
@@ -140,7 +141,7 @@ class Recording:
                 "device", "edge_client.cli", "predict", next(images.rglob("*.png")), state=recorded
             )
             self._enter("other")
-            shutil.rmtree(next(images.iterdir()))  # for a second head
+            last.rename(images / label.name)
             self._wait("aggregator", "head activated version=2")
             self._enter("command")
             device.send_signal(signal.SIGSTOP)

@@ -101,7 +101,7 @@ class Rollout:
                 before = int(head.metrics.get(CALIBRATED_FROM, 0))
                 step(rollout_state.HeadAdded(version, now_s, calibrates=before))
         if (trial := state.trial) is not None:
-            step(rollout_state.Evaluated(trial.version, self._store.evaluations.results(task, trial.version)))
+            step(rollout_state.Evaluated(trial.version, {}))  # it has the answers that are stored
         for number, command in self._store.commands.pending(task).items():
             refused = [
                 each.reason
@@ -130,7 +130,7 @@ class Rollout:
     def _read(self) -> None:
         """Read the heads and the rollout; what the manifest will name is served from now on."""
         self._heads = {head.version: head for head in self._store.heads.all(self._task.digest)}
-        self.state = self._store.heads.rollout(self._task.digest)
+        self.state = self._store.heads.rollout_among(self._heads.values(), self._task.digest)
         self.served = served_blobs(self._task, list(self._heads.values()), self.state)
 
     def _publish(self) -> None:

@@ -93,9 +93,9 @@ class Schedule:
             on_event=on_event,
             engine=task.file.training.engine,
         )
-        delete_carried_submissions(task, store)
-        self.lost = LostSubmissions(task, store)
         present = set(store.blobs.digests())  # faster than a question for each
+        delete_carried_submissions(task, store, present)
+        self.lost = LostSubmissions(task, store)
         counting = store.submissions_of(task.digest, self._settings).members(self.version)
         self.lost.remove({device: digest for device, digest in counting.items() if digest not in present})
         self._resume()
@@ -156,9 +156,6 @@ class Schedule:
             self._trainer.stop()
             self._job = None
             event(log, logging.INFO, "training ended: an operator's command has changed what it is made of")
-        if plan is not None and plan.state == "training" and self._job is None:  # its end could not be stored
-            self._fail(plan, "its end could not be stored")
-            plan = self.plan
         self._train_or_plan(plan)
         self._delete_unneeded_blobs()
 
@@ -392,50 +389,39 @@ class Schedule:
         if job is None or finished.job != job:
             return False
         self._job = None
-        head, reason, plan = None, finished.reason, None
-        try:
-            plan = self.plan
-            if plan is None or not _is_of(job, plan):
-                return False
-            if finished.result is not None:
+        plan, reason = self.plan, finished.reason
+        if plan is None or not _is_of(job, plan):
+            return False
+        if finished.result is not None:
+            try:
                 head = store_head(self._task, self._store, plan, job, finished.result)
-                if head is None:
-                    return False
-        except StateError as error:
-            reason = str(error)
-            with contextlib.suppress(StateError):
-                if (
-                    self.plan is None
-                    and (newest := self.newest) is not None
-                    and newest.version == job.version
-                ):
-                    head = newest  # the transaction failed only to report its commit
-        if head is not None:
-            log_head(head, self._settings, counts_images=self._task.manifest.accepts_blocks)
-        elif plan is not None:
-            self._ended(plan, finished, reason)
-        return head is not None
+            except StateError as error:
+                reason = str(error)
+            else:
+                if head is not None:
+                    log_head(head, self._settings, counts_images=self._task.manifest.accepts_blocks)
+                return head is not None
+        self._ended(plan, finished, reason)
+        return False
 
     def _ended(self, plan: HeadRecord, finished: Finished, reason: str) -> None:
         """Apply the end of a training without a head: it has failed, or its head could not be stored."""
-        with contextlib.suppress(StateError):  # the next tick finds a training without a job
-            if _identity(self.plan) != _identity(plan):
-                return
-            if plan.kind == "calibration":
-                self._store.heads.delete(plan.task, plan.version)
-                self._calibration.postpone()
-                text = "head not calibrated: it stays in use as it is"
-                event(log, logging.WARNING, text, version=plan.version - 1, reason=reason)
-            elif self.sum_lists is not None and finished.kind == "list":
-                self.sum_lists.abandon(reason)
-                self._store.heads.delete(plan.task, plan.version)
-            elif finished.kind == "lost":
-                self._plan_without(plan, finished.lost)
-            else:
-                if finished.result is None and isinstance(finished.job, BlobJob):
-                    with contextlib.suppress(StateError):  # the next attempt fails, and then this is repeated
-                        self.restoration.restore(finished.job.required_blobs(self._task.manifest))
-                self._fail(plan, reason)
+        if _identity(self.plan) != _identity(plan):  # a transaction failed only to report its commit
+            return
+        if plan.kind == "calibration":
+            self._store.heads.delete(plan.task, plan.version)
+            self._calibration.postpone()
+            text = "head not calibrated: it stays in use as it is"
+            event(log, logging.WARNING, text, version=plan.version - 1, reason=reason)
+        elif self.sum_lists is not None and finished.kind == "list":
+            self.sum_lists.abandon(reason)
+            self._store.heads.delete(plan.task, plan.version)
+        elif finished.kind == "lost":
+            self._plan_without(plan, finished.lost)
+        else:
+            if finished.result is None and isinstance(finished.job, BlobJob):
+                self.restoration.restore(finished.job.required_blobs(self._task.manifest))
+            self._fail(plan, reason)
 
     def _plan_without(self, plan: HeadRecord, lost: Collection[str]) -> None:
         """Repeat a training at once without submissions that are lost, of which hex digests are given."""

@@ -170,9 +170,8 @@ class Aggregator:
                 self._training.store_progress(figures)
             case Finished():
                 if self._training.finish(event):
-                    self._update_releases(
-                        at_once=True
-                    )  # the round's tensors are served before devices know of them
+                    # The round's tensors are served before devices know of them.
+                    self._update_releases(at_once=True)
             case ThreadFailed():
                 raise event
             case Stop():

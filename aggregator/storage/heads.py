@@ -216,7 +216,11 @@ class Heads:
 
     def rollout(self, task: bytes) -> rollout_state.State:
         """Return which head of a task is current, candidate or rejected."""
-        rollout = rollout_of(self.all(task))
+        return self.rollout_among(self.all(task), task)
+
+    def rollout_among(self, heads: Iterable[HeadRecord], task: bytes) -> rollout_state.State:
+        """Return the rollout of all heads of a task that were made."""
+        rollout = rollout_of(heads)
         if (trial := rollout.trial) is not None:
             answers = self._evaluations.results(task, trial.version)
             rollout = replace(rollout, trial=replace(trial, answers=answers))

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
@@ -92,18 +92,15 @@ def delete_unneeded_blobs(task: Task, store: Store) -> None:
     store.blobs.keep_only(needed_blobs(task, store))
 
 
-def delete_carried_submissions(task: Task, store: Store) -> None:
-    """Delete stored submissions of earlier rounds whose blobs are missing.
+def delete_carried_submissions(task: Task, store: Store, present: Collection[bytes]) -> None:
+    """Delete stored submissions of earlier rounds whose blobs are not among those that are present.
 
     They were deleted when all rounds were over, before the task got more rounds.
     """
     settings, newest = task.file.settings, store.heads.newest(task.digest)
     if settings.rounds is None or newest is None:
         return
-    oldest, present = (
-        _oldest_round(newest, settings),
-        set(store.blobs.digests()),
-    )  # faster than a question for each
+    oldest = _oldest_round(newest, settings)
     missing = [
         device
         for device, record in store.submissions.all(task.digest).items()

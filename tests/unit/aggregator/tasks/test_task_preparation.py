@@ -607,6 +607,6 @@ def test_submission_of_an_earlier_round_without_its_blob_is_deleted(filled: Stor
     filled.submissions.put(
         ROUNDS_TASK, dataclasses.replace(_row("here"), entry=Entry(1, filled.blobs.put(b"x"), 0.0, 2))
     )
-    delete_carried_submissions(ROUNDS, filled)
+    delete_carried_submissions(ROUNDS, filled, set(filled.blobs.digests()))
     assert sorted(filled.submissions.all(ROUNDS_TASK)) == ["here", "r0", "r1", "r3"]
     assert sorted(filled.submissions.all(TASK)) == ["a", "b"]
