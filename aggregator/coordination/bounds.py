@@ -31,8 +31,9 @@ EQUAL_MULTIPLE = 1.0
 and changes of parameters, whose length and images multiply."""
 
 CANARY_MULTIPLE = 10.0
-"""The same of held-out images in a comparison of two heads: the best and the worst device are omitted beforehand, and a
-device that gains by it decides one head, not what is learned. Fewer images would make the comparison less certain."""
+"""Times the median canary's held-out images that a canary counts at most: the best and the worst device are omitted
+beforehand, and a device that gains by it decides one head, not what is learned. Fewer images would make the comparison
+less certain."""
 
 CLIP_MULTIPLE = 3.0
 """Times the median device's length, or distance from the others, of a prototype in a round, unless the task file has
@@ -42,8 +43,8 @@ MEAN_DISTANCE = 1.0
 """Times the expected distance of a device's mean from the others' to which a mean that is farther is moved."""
 
 SUM_DISTANCE = 1.5
-"""The same of class sums, which count in part beyond it, as integers cannot be moved. Of honest devices in like places
-none is there (at most 1.2): their head does not depend on which of them has an image."""
+"""Times the expected distance beyond which class sums count in part, as integers cannot be moved. Of honest devices in
+like places none is there (at most 1.2): their head does not depend on which of them has an image."""
 
 FLEET_SHARE = 1 / 4
 """Share of all images that one device supplies at most, a third of what the others do: of five devices, an equal share
@@ -158,7 +159,7 @@ def counted_scatter(images: NDArray[np.number], *, multiple: float = MAX_MULTIPL
 def is_common(
     labels: NDArray[np.integer], devices: NDArray[np.integer], amounts: NDArray[np.floating]
 ) -> NDArray[np.bool_]:
-    """Return the rows (m,) that may decide what all classes share, those of classes on COMPARED_DEVICES devices.
+    """Return the rows (m,) of classes on COMPARED_DEVICES devices, which may decide what all classes share.
 
     Outlier detection compares these classes. Of others, a single device could decide. All may if one class is left, or
     less than MIN_COMMON_SHARE of the amounts.

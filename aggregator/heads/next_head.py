@@ -48,7 +48,7 @@ def folder_of(store: Store, job: BlobJob) -> Path:
 def job_of(
     plan: HeadRecord, members: Mapping[str, bytes], task: Task, store: Store, *, tensors: BlobRef | None
 ) -> HeadJob | StatisticsJob | NoisySumsJob | RoundJob:
-    """Return the job that makes a planned head of these submissions; `tensors` are those of the open round."""
+    """Return the job that makes a planned head of these submissions; `tensors` are the open round's."""
     shared: dict[str, Any] = {
         "version": plan.version,
         "attempt": plan.attempt,

@@ -65,7 +65,7 @@ class SecondOperatorLists:
 
     def _put(self, lists: SumLists, *, change: int | None = None) -> bool:
         """Store lists, with `change` unless anything has changed since; return True if they are stored."""
-        with self._store.transaction():  # `aggregator forget` changes those of other tasks
+        with self._store.transaction():  # `aggregator forget` changes other lists
             if change is not None and self._store.newest_change() != change:
                 return False
             put_sums(self._store.facts, lists)

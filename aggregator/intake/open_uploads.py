@@ -100,10 +100,6 @@ class OpenUploads:
         for key in list(self._keys_of.get(device, ())):
             self._drop(key)
 
-    def clear(self) -> None:
-        for key in list(self._uploads):
-            self._drop(key)
-
     def _open(self, key: Key, frame: Frame) -> None:
         if frame.size_bytes > self.max_bytes:
             raise Refused("oversized", f"expected at most {self.max_bytes} bytes, got {frame.size_bytes}")

@@ -86,11 +86,13 @@ class Device(Accuracy, frozen=True, kw_only=True):
         ),
     ]
     images: int
-    images_by_class: Annotated[dict[str, int], Meta(description="Those of the task's classes.")]
+    images_by_class: Annotated[dict[str, int], Meta(description="Images of each of the task's classes.")]
     round: int | None
     classes: int
     prototypes: int
-    prototypes_by_class: Annotated[dict[str, int], Meta(description="Those of its submission.")]
+    prototypes_by_class: Annotated[
+        dict[str, int], Meta(description="Prototypes in its submission, or images in them, by class.")
+    ]
     bytes: Annotated[
         int,
         Meta(description="Size of its submission."),

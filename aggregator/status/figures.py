@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 Samples = float | Mapping[str, float] | None
-"""The sample of a metric, or those of its label's values; None for no sample."""
+"""The sample of a metric, or one for each value of its label; None for no sample."""
 
 
 @dataclass(frozen=True)

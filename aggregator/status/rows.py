@@ -29,7 +29,7 @@ class Rows:
     submissions: Mapping[str, SubmissionRecord]
     """By device."""
     counting: Mapping[str, SubmissionRecord]
-    """Those of them that the next head would be made of."""
+    """The submissions that the next head would be made of."""
     collection: Collection
     decisions: DeviceDecisions
     devices: Mapping[str, DeviceRecord]

@@ -79,7 +79,7 @@ class Store:
         self.quarantine = Quarantine(database)
         self.commands = OperatorCommands(database)
         self._members: tuple[bytes, dict[str, bytes]] = b"", {}
-        """Those of the last head that was asked for."""
+        """The list of submissions that was read last, by its digest."""
 
     def close(self) -> None:
         self.database.close()

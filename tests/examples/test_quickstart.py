@@ -279,7 +279,7 @@ def test_fleet_is_more_accurate_than_a_device_alone(demo: tuple[Path, str, dict[
 
 
 def test_cost_of_a_device_is_measured(demo: tuple[Path, str, dict[str, Any]]) -> None:
-    """CPU time and memory are those of a device's service and of its job, which imports numpy and ONNX Runtime."""
+    """CPU time and memory are of a device's service and its job, which imports numpy and ONNX Runtime."""
     _, printed, result = demo
     rows = result["per_device"]
     assert all(row["cpu_s"] > 0.1 for row in rows)

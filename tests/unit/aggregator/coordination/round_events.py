@@ -280,7 +280,7 @@ class State:
 def play(
     *events: Happened, settings: Settings, state: State | None = None, is_rate_limited: bool = False
 ) -> tuple[State, list[tuple[int, list[str]]], list[Verdict]]:
-    """Apply events after those of a state; return the state, version and digests of each training, and the verdicts."""
+    """Apply events to a state; return the state, version and digests of each training, and the verdicts."""
     before = state or State()
     with new_world(before.settings or settings) as world:
         for event in before.events:

@@ -269,7 +269,7 @@ def test_adapter_that_needs_pytorch_is_logged(
     for name in ("head.onnx", "tensors.bin"):
         (folder_of(store, job) / name).write_bytes(b"made of a and b")
     figures = {"adapter_missing": 1.0}
-    store.heads.put(plan)  # as before the stop
+    store.heads.put(plan)  # the stop has changed it
     store_head(task, store, plan, job, Result(metrics=figures))
     expected = f'the adapter was not tried head=1 reason="PyTorch is not installed: {INSTALL}"'
     assert expected in caplog.text
