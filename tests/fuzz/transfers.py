@@ -105,7 +105,7 @@ def take_frames(data: bytes) -> None:
         if kind == 0xFF:
             uploads = started()
         elif kind >= 0xF8:
-            uploads.clear()
+            uploads.drop_device(device)
         elif kind >= 0xF0:
             uploads.expire(now - 20.0)
         if kind >= 0xF0:
