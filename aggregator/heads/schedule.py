@@ -79,8 +79,8 @@ class Schedule:
         """The number of the change at which too few devices were in no sum."""
         self._logged = 0
         """The devices of the open collection that the log names."""
-        self._retention_s = 0.0
-        """When blobs are deleted next, in elapsed seconds."""
+        self._retention_s = store.clock.now_s() + RETENTION_S
+        """When blobs are deleted next, in elapsed seconds: not while devices connect after a start."""
         self._calibration = Calibration(task, store)
         self.restoration = Restoration(task, store)
         operator = task.manifest.second_operator
