@@ -32,6 +32,7 @@ from edge_client.training.trainer import (
     Trained,
     TrainingHooks,
     TrainingSet,
+    initial_state,
     project,
     train,
 )
@@ -50,7 +51,6 @@ from tests.support.devices.round_factory import (
     watching,
 )
 from tests.support.graphs.step_graphs import MOMENTUM, data, opened, round_tensors
-from tests.support.messages.heads import initial_state
 
 State = dict[str, NDArray[Any]]
 STEP = opened("step")
