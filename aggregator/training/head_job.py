@@ -134,7 +134,7 @@ def write_checked(
 
 
 def random_features(size: int) -> NDArray[np.float32]:
-    """Return features (256, size) to compare a head's file on, the same each time, positive like those of backbones."""
+    """Return features (256, size) to compare a head's file on, the same each time, positive as from a backbone."""
     return np.random.default_rng(0).exponential(size=(256, size)).astype(np.float32)
 
 

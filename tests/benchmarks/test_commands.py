@@ -61,7 +61,7 @@ def test_quick_sets_parameters_that_commands_have(group: str) -> None:
 
 @needs_mosquitto
 def test_start(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A started device takes less memory than all of its libraries: those of computation are in its jobs."""
+    """A started device takes less memory than all of its libraries: only its jobs import those that compute."""
     bare = "bare libraries"
     monkeypatch.setattr(
         start, "RIVALS", {bare: start.RIVALS[bare]}

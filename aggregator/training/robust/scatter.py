@@ -63,8 +63,8 @@ def scatter_set(
         num_classes: C.
         factors: how much each image of each device counts, (K,).
         max_multiple: a device's sum of squares, for each image, counts for at most so many times the median device's.
-            In the mean of a class on COMPARED_DEVICES devices, its images count for at most so many times those of the
-            median device with the class. 0: no limit.
+            In the mean of a class on COMPARED_DEVICES devices, its images count for at most so many times the images of
+            the median device with the class. 0: no limit.
         arrays: makes the arrays of all rows.
     """
     size = parts[0].values.shape[1]
