@@ -13,9 +13,10 @@ from edge_client.core.state import Mode, State, StoredState, UploadItem
 from edge_client.privacy.policy import may_upload
 from edge_client.service import notices
 from edge_client.service.blob_downloads import BlobDownloads, import_backbones
+from edge_client.service.data_folder import Scanned
 from edge_client.service.duplicates import TAKE_OVER, OwnTopic
 from edge_client.service.inbox import Inbox, Message
-from edge_client.service.jobs import FromChild, JobEvent, Jobs, Scanned, ShowDryRun
+from edge_client.service.jobs import FromChild, JobEvent, Jobs, ShowDryRun
 from edge_client.service.publisher import Publisher
 from edge_client.store.app_files import Drift, read_value
 from edge_client.store.culprits import MAX_DEATHS, task_key

@@ -6,7 +6,6 @@ build's duration would show otherwise; and each job has a process of its own, in
 
 import logging
 import os
-import queue
 import shutil
 import time
 from collections import Counter
@@ -21,10 +20,11 @@ from edge_client.core import events
 from edge_client.core.state import MAX_DAMAGED, MissingSpace, UploadItem
 from edge_client.core.state import Job as Name
 from edge_client.core.submission_kinds import kind_of
-from edge_client.images.image_scanner import ImageScanner, Scan
+from edge_client.images.image_scanner import Scan
 from edge_client.privacy.charges import Charges
 from edge_client.privacy.policy import is_bounded
 from edge_client.service.build_report import BuildReporter
+from edge_client.service.data_folder import DataFolder, Scanned, ScanOrder
 from edge_client.service.job_progress import ProgressReporter
 from edge_client.store.device_state import DeviceState
 from edge_client.store.disk_space import DiskAlmostFull, require_space
@@ -66,7 +66,6 @@ from protocol.errors import (
 )
 from protocol.log import event
 from protocol.storage.blobstore import state_errors
-from protocol.threads import start_thread
 from protocol.wire.codec import encode
 from protocol.wire.messages import TaskManifest
 
@@ -97,13 +96,6 @@ class FromChild(msgspec.Struct, frozen=True):
     said: FromJob | str | int
 
 
-class Scanned(msgspec.Struct, frozen=True):
-    """A scan of the data folder, for a job or, without one, to find out what has changed."""
-
-    wanted: "Wanted | None"
-    scan: Scan
-
-
 JobEvent = FromChild | Scanned
 
 
@@ -113,9 +105,7 @@ class Wanted:
 
     name: Name
     action: events.BuildSubmission | events.InstallHead
-    scan: Scan | None = None
-    is_scanned: bool = False
-    """True once a scan for it was ordered."""
+    order: ScanOrder | None = None
     is_first: bool = True
     """False if a process has ended before it named anything of this job."""
 
@@ -165,14 +155,7 @@ class Jobs:
         self._runners: dict[str, Runner] = {}
         self._suspects: set[bytes] = set()
         self._lost: Counter[bytes] = Counter()
-        self._manifest: TaskManifest | None = None
-        self._identities: str | None = None
-        """Images of the last build, joined: many small strings would keep the memory around them, too."""
-        self._missing_since_s: dict[str, float] = {}
-        """When scans began to miss images of the last build (monotonic)."""
-        self._scanner = ImageScanner(settings.data)
-        self._scans: queue.SimpleQueue[Wanted | TaskManifest | None] = queue.SimpleQueue()
-        self._open_scans = 0
+        self._data = DataFolder(settings, emit=emit)
         self._reporter = BuildReporter(settings.data)
         self._progress = ProgressReporter(None if show else store)
 
@@ -180,20 +163,20 @@ class Jobs:
     def is_busy(self) -> bool:
         """True while a job waits or runs, a process starts, or the data folder is scanned."""
         starts = any(runner.job is not None or runner.is_starting for runner in self._runners.values())
-        return bool(self._wanted) or bool(self._open_scans) or starts
+        return bool(self._wanted) or self._data.is_busy or starts
 
     def start(self) -> None:
         """Start the first process, which finds out whether the libraries are there, and the thread of scans."""
         with state_errors(self._folder):
             shutil.rmtree(self._folder, ignore_errors=True)  # of a service that has ended: never adopted
             self._folder.mkdir()
-        start_thread(self._scan, name="scan", on_failure=self._emit)
+        self._data.start()
         self._spawn("")
 
     def stop(self) -> None:
         """Kill all processes, and wait for their ends, which are no fault of what they run."""
         self._wanted.clear()
-        self._scans.put(None)
+        self._data.stop()
         children = [runner.child for runner in self._runners.values()]
         for slot in tuple(self._runners):
             self._kill(slot)
@@ -224,13 +207,8 @@ class Jobs:
         self._start_next()  # another job may have waited for the process
 
     def check_images(self) -> None:
-        """Let ImagesChanged follow if there are new images, or if scans miss one of the last submission.
-
-        Two scans in a row must miss it, at least half of `rescan_s` apart: scans that waited for another one run one
-        right after the other.
-        """
-        if self._manifest is not None:
-            self._order_scan(self._manifest)
+        """Let ImagesChanged follow if images are new, or images of the last submission are gone."""
+        self._data.check()
 
     def tick(self) -> None:
         """End processes that have waited long enough for a job, and one whose decoder hangs."""
@@ -260,52 +238,22 @@ class Jobs:
             return self._ended(runner, said)
         return self._said(runner, said)
 
-    # Scans
-
-    def _order_scan(self, wanted: Wanted | TaskManifest) -> None:
-        self._open_scans += 1
-        self._scans.put(wanted)
-
-    def _scan(self) -> None:
-        while (wanted := self._scans.get()) is not None:
-            job = wanted if isinstance(wanted, Wanted) else None
-            manifest = wanted.manifest if isinstance(wanted, Wanted) else wanted
-            self._emit(Scanned(job, self._scanner.scan(manifest.classes)))
-            del wanted, job  # they hold the scan from now on
+    # Starting and ending
 
     def _scanned(self, scanned: Scanned) -> events.ImagesChanged | events.SpaceMissing | None:
-        self._open_scans -= 1
+        self._data.take(scanned)
         scan = scanned.scan
         if not scan.problem and self._show is None:
             before = self._store.get(LeftOut)
             if (now := LeftOut(scan.unknown, scan.skipped, before.unusable)) != before:
                 self._store.set(now)
-        if scanned.wanted is not None:
-            scanned.wanted.scan = scan
-            try:
-                self._start_next()
-            except DiskAlmostFull as error:  # only a build has a copy to write
-                return events.SpaceMissing(error.missing, "build")
-            return None
-        return self._changed(scan)
-
-    def _changed(self, scan: Scan) -> events.ImagesChanged | None:
-        if self._identities is None:  # no build yet
-            self._identities = "\0".join(scan.identities)
-        identities = frozenset(filter(None, self._identities.split("\0")))
-        now_s, missing = time.monotonic(), scan.missing(identities)
-        self._missing_since_s = {each: self._missing_since_s.get(each, now_s) for each in missing}
-        # A file that a program replaces is missing for a moment. Each of two submissions would cost privacy.
-        is_gone = any(
-            now_s - since_s >= self._settings.rescan_s / 2 for since_s in self._missing_since_s.values()
-        )
-        if not is_gone and identities.issuperset(scan.identities):
-            return None
-        self._identities = "\0".join(scan.identities)
-        event(log, logging.INFO, "images changed", folder=self._settings.data)
-        return events.ImagesChanged()
-
-    # Starting and ending
+        if not scanned.order.is_for_job:
+            return events.ImagesChanged() if self._data.has_changed(scan) else None
+        try:
+            self._start_next()
+        except DiskAlmostFull as error:  # only a build has a copy to write
+            return events.SpaceMissing(error.missing, "build")
+        return None
 
     def _drop(self, *names: Name) -> None:
         self._wanted = [each for each in self._wanted if each.name not in names]
@@ -320,13 +268,12 @@ class Jobs:
             runner = self._runners.get(self._slot(wanted))
             if runner is not None and runner.job is not None:
                 continue
-            if wanted.scan is None:
-                if not wanted.is_scanned:
-                    wanted.is_scanned = True
-                    self._order_scan(wanted)
+            if wanted.order is None:
+                wanted.order = self._data.order(wanted.manifest)
+            if wanted.order.scan is None:
                 return
             self._wanted.remove(wanted)
-            self._start(wanted, wanted.scan)
+            self._start(wanted, wanted.order.scan)
 
     def _start(self, wanted: Wanted, scan: Scan) -> None:
         slot = self._slot(wanted)
@@ -355,7 +302,7 @@ class Jobs:
         if last is not None:
             self._store.outbox.write(last, folder / LAST_SUBMISSION)
         if wanted.name == "build":
-            self._manifest, self._identities = wanted.manifest, "\0".join(scan.identities)
+            self._data.begin_build(wanted.manifest, scan)
         runner.job, runner.number, runner.is_new = wanted, self._number, False
         runner.at, runner.lines = At(), 0
         runner.child.send(msgspec.msgpack.encode(Run(os.fsencode(folder), secret)))

@@ -74,7 +74,7 @@ def _restarted() -> Device:
     device._store.blobs.keep_only(())
     take_all(device._events)
     device._jobs.cancel("build", "install")
-    take_all(device._jobs._scans)
+    take_all(device._jobs._data._orders)
     return device
 
 
