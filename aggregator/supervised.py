@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from aggregator import EXTRAS
+from aggregator.job_processes import JobOrder, StopJob
 from protocol import service_manager
 from protocol.children import connect
 from protocol.cli import problem_of
@@ -34,7 +35,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """A restart cannot mend it."""
 
 
-FromProgram = Notified | Failed
+FromProgram = Notified | Failed | JobOrder | StopJob
+"""Only `serve` has jobs."""
 
 
 class ServeState(msgspec.Struct, frozen=True):
@@ -45,13 +47,20 @@ class ServeState(msgspec.Struct, frozen=True):
     is_ready: bool
 
 
+class RunningJob(msgspec.Struct, frozen=True):
+    """The second message to `serve`, after its settings."""
+
+    folder: Path | None
+    """Of the job that runs, or that has ended while no `serve` ran."""
+
+
 def encode(message: msgspec.Struct) -> bytes:
     """Return the bytes of a message on the pipe; a path is its text."""
     return msgspec.msgpack.encode(message, enc_hook=str)
 
 
-def decode(data: bytes, kind: type[Settings]) -> Settings:
-    """Return the message of `encode`."""
+def decode(data: bytes, kind: Any) -> Any:
+    """Return the message of `encode`, of a type or one of several."""
     return msgspec.msgpack.decode(data, type=kind, dec_hook=_path)
 
 

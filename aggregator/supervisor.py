@@ -1,6 +1,7 @@
 """The supervisor of `aggregator run`: it starts the programs, and starts one again that has ended.
 
-It needs neither disk nor database. The programs end with it, however it ends.
+It also runs the jobs that `serve` orders, which go on while `serve` is started again. It needs neither disk nor
+database. The programs and the job end with it, however it ends.
 """
 
 import contextlib
@@ -13,7 +14,8 @@ from typing import NoReturn
 
 import msgspec
 
-from aggregator.supervised import Failed, FromProgram, Notified, ServeState, encode
+from aggregator.job_processes import JobEnded, JobEvent, JobOrder, JobRunner, StopJob
+from aggregator.supervised import Failed, FromProgram, Notified, RunningJob, ServeState, decode, encode
 from protocol import service_manager
 from protocol.children import Child, ending
 from protocol.errors import ConfigError, StateError, ThreadFailed
@@ -68,7 +70,11 @@ class Supervisor:
         self._all = [_Supervised(program=each) for each in programs]
         self._waiting = list(self._all)
         """Those that were not started yet."""
-        self._events = queue.SimpleQueue[tuple[_Supervised, bytes | int | ThreadFailed]]()
+        self._serve = self._all[-1]
+        self._events = queue.SimpleQueue[tuple[_Supervised, bytes | int | ThreadFailed | JobEvent]]()
+        self._jobs = JobRunner(lambda said: self._events.put((self._serve, said)))
+        self._unreported: JobEnded | None = None
+        """The end of a job of which no `serve` has heard."""
         self._manager = ServiceManager()
 
     def run(self) -> NoReturn:
@@ -115,21 +121,38 @@ class Supervisor:
             self._ended(each, str(error))
             return
         child.send(encode(program.settings))
+        if each is self._serve:
+            ended, self._unreported = self._unreported, None
+            child.send(encode(RunningJob(ended.folder if ended is not None else self._jobs.folder)))
+            if ended is not None:
+                child.send(encode(ended))
 
-    def _handle(self, each: _Supervised, said: bytes | int | ThreadFailed) -> None:
+    def _handle(self, each: _Supervised, said: bytes | int | ThreadFailed | JobEvent) -> None:
         if isinstance(said, ThreadFailed):
             raise said
+        if isinstance(said, JobEvent):
+            self._report(said)
+            return
         if isinstance(said, int):
             self._ended(each, each.failed.reason if each.failed is not None else ending(said))
             return
-        message: FromProgram = msgspec.msgpack.decode(said, type=FromProgram)
+        message: FromProgram = decode(said, FromProgram)
         match message:
+            case JobOrder() | StopJob():
+                self._jobs.start(message) if isinstance(message, JobOrder) else self._jobs.stop()
             case Failed():
                 each.failed = message
             case Notified(state="READY=1"):
                 self._ready(each)
             case Notified():
                 each.alive_s = time.monotonic()
+
+    def _report(self, said: JobEvent) -> None:
+        """Send what becomes of a job to `serve`; its next run hears of an end that this one does not."""
+        if self._serve.child is not None:
+            self._serve.child.send(encode(said))
+        elif isinstance(said, JobEnded):
+            self._unreported = said
 
     def _ready(self, each: _Supervised) -> None:
         if each.problem:
@@ -151,7 +174,7 @@ class Supervisor:
 
     def _tell(self, each: _Supervised) -> None:
         """Send the state of `serve` to whom it concerns: all programs once it changes, and one that is ready."""
-        serve = self._all[-1]
+        serve = self._serve
         if each is serve:
             self._manager.ready()
         for told in self._all if each is serve else [each]:
@@ -163,13 +186,14 @@ class Supervisor:
             self._start(self._waiting.pop(0))
 
     def _stop(self) -> None:
-        """End the programs in order, the last one first."""
+        """End the programs in order, the last one first, and the job."""
         for each in reversed(self._all):
             if each.child is not None:
                 each.child.terminate()
                 if not each.child.wait(STOP_S):
                     each.child.kill()
                     each.child.wait(1.0)
+        self._jobs.stop()
 
 
 def _is_alive(each: _Supervised) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from aggregator.config.task_file import load_task
 from aggregator.config.training_packages import require_packages_of
+from aggregator.job_processes import JobRunner
 from aggregator.messaging.embedded_broker import EmbeddedBroker
 from aggregator.server import events as service
 from aggregator.server.aggregator import prepare, serve
@@ -99,11 +100,13 @@ class Aggregator(Embedded):
                 broker = EmbeddedBroker(self._broker, on_failure=self._broker_failed)
                 broker.start()
                 cleanup.callback(broker.stop)
+            jobs = JobRunner(lambda event: self._queue.put(event))  # noqa: PLW0108 - each run has a queue of its own
+            cleanup.callback(jobs.stop)
             delay = RestartDelay()
             while not self._stopping.is_set():
                 start_s = time.monotonic()
                 try:
-                    self._serve(on_ready)
+                    self._serve(on_ready, jobs)
                 except Exception as error:
                     if not self._ready.is_set() or self._broker_failure is not None:
                         raise
@@ -115,14 +118,14 @@ class Aggregator(Embedded):
                     notify(AggregatorFailed(reason=failed.reason, retry_s=retry_s))
                     self._stopping.wait(retry_s)
 
-    def _serve(self, on_ready: Callable[[], None]) -> None:
+    def _serve(self, on_ready: Callable[[], None], jobs: JobRunner) -> None:
         self._queue = queue.SimpleQueue()
         if self._stopping.is_set():
             return
         with closing(open_store(self._folder, lock=True)) as store, reason_kept(self._folder):
             prepared, access = prepare(self._task, self._backbones, store, self._access)
             on_ready()
-            serve(prepared, store, broker=self._broker, access=access, events=self._queue)
+            serve(prepared, store, broker=self._broker, access=access, events=self._queue, jobs=jobs)
 
     def _broker_failed(self, failure: ThreadFailed) -> None:
         self._broker_failure = failure

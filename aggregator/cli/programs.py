@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SERVE = "aggregator.server.program"
-"""The module of the program `serve`."""
-
 
 @click.command(
     "run",
@@ -154,7 +151,7 @@ def run_command(  # noqa: PLR0913 - one for each option
         if embedded_broker:
             settings = BrokerSettings(brokers[0], verbose)
             programs.append(Program("broker", "aggregator.messaging.broker_program", settings))
-        Supervisor([*programs, Program("serve", SERVE, serving)]).run()
+        Supervisor([*programs, Program("serve", "aggregator.server.program", serving)]).run()
 
 
 def _checked_brokers(

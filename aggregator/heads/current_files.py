@@ -20,6 +20,7 @@ from aggregator.storage.blobs import open_blobs
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task
+from aggregator.training.jobs import folder_name
 from protocol.children import Child, connect, ending
 from protocol.errors import BackboneMismatch, BlobLost, StateError
 from protocol.log import event
@@ -96,7 +97,7 @@ class CurrentFiles:
 
     def _link_model(self, head: HeadRecord) -> bool:
         """Link the training's model, if it is still there; return False if it is not."""
-        name = f"head-{head.version}" if head.tensors is None else f"round-{head.version - 1}"
+        name = folder_name(head.task.hex(), head.version, head.attempt)
         made, path = self._store.folder / "training" / name, self._store.folder / "model.onnx"
         if not (made / "model.onnx").is_file() or not _is_file(made / "head.onnx", head.file):
             return False

@@ -6,7 +6,7 @@ Between two ticks only the running job is kept in memory, and what was read at t
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from aggregator.heads.head_rate import log_limit, wait_s
 from aggregator.heads.next_head import job_of, log_head, store_head
 from aggregator.heads.open_collection import open_collection
 from aggregator.heads.sum_lists import SecondOperatorLists
+from aggregator.job_processes import JobEnded, JobProgress, Jobs
 from aggregator.storage.heads import HeadKind, HeadRecord, TrainingProgress
 from aggregator.storage.store import Store
 from aggregator.storage.sum_lists import devices_of
@@ -26,8 +27,8 @@ from aggregator.tasks.manifests import round_manifest
 from aggregator.tasks.restoration import LostSubmissions, Restoration
 from aggregator.tasks.retention import delete_carried_submissions, delete_unneeded_blobs
 from aggregator.tasks.task_preparation import Task
-from aggregator.training.job_processes import Finished, Progress, Trainer
 from aggregator.training.jobs import BlobJob
+from aggregator.training.trainer import Finished, Trainer
 from protocol.errors import BlobLost, StateError
 from protocol.log import event
 from protocol.retry_delay import retry_delay_s
@@ -48,24 +49,12 @@ KILLED = "the aggregator was killed during the training"
 
 
 class Schedule:
-    """Makes the heads of a task from its submissions.
+    """Makes the heads of a task from its submissions, by `jobs`."""
 
-    `on_event` is called from a thread with the progress and the end of a training; it must only enqueue it.
-    """
-
-    def __init__(
-        self,
-        task: Task,
-        store: Store,
-        *,
-        on_event: Callable[[Progress | Finished], None],
-    ) -> None:
+    def __init__(self, task: Task, store: Store, jobs: Jobs) -> None:
         self._task = task
         self._store = store
-        self._on_event = on_event
         self._settings = task.file.settings
-        self._job: BlobJob | None = None
-        """The job that runs, or has ended and is not handled yet."""
         self._collection = OpenCollection()
         self._change = -1
         """The number of the change at which the collection was counted."""
@@ -88,9 +77,9 @@ class Schedule:
         """The lists of a task with a second operator."""
         self._trainer = Trainer(
             store.folder / "training",
+            jobs,
             blobs=store.blobs.location,
             timeout_s=task.file.training.timeout_s,
-            on_event=on_event,
             engine=task.file.training.engine,
         )
         present = set(store.blobs.digests())  # faster than a question for each
@@ -99,10 +88,19 @@ class Schedule:
         counting = store.submissions_of(task.digest, self._settings).members(self.version)
         self.lost.remove({device: digest for device, digest in counting.items() if digest not in present})
         self._resume()
+        if (ended := self._trainer.ended()) is not None:
+            self.finish(ended)
 
     def _resume(self) -> None:
-        """Let the training that has failed or was interrupted start at once; one that was running has failed."""
+        """Go on with the training that an earlier program has started, if it still runs or has a result.
+
+        Another one has failed if it was running, and starts at once.
+        """
         plan = self.plan
+        if plan is not None and plan.state == "training" and self._goes_on(plan):
+            event(log, logging.INFO, "training goes on", version=plan.version)
+            return
+        self._trainer.stop()
         if plan is None:
             return
         if plan.kind == "calibration":  # it is due again
@@ -112,8 +110,21 @@ class Schedule:
         self._replace(plan, replace(after, retry_s=0.0))
         event(log, logging.INFO, "interrupted training resumed", version=plan.version)
 
+    def _goes_on(self, plan: HeadRecord) -> bool:
+        """Take the job of a planned head over; return False if it is to be started again."""
+        if plan.kind == "calibration":
+            return False
+        try:
+            job = self._job_of(plan, self._store.members(plan))
+        except BlobLost:
+            return False
+        return self._trainer.resume(job)
+
+    def _job_of(self, plan: HeadRecord, members: Mapping[str, bytes]) -> BlobJob:
+        return job_of(plan, members, self._task, self._store, tensors=self._tensors(self.newest))
+
     def stop(self) -> None:
-        """Stop a running training; the next start resumes it."""
+        """Stop a running training; the next start runs it again."""
         self._trainer.stop()
         with contextlib.suppress(StateError):  # on a full disk the next start counts the training as failed
             plan = self.plan
@@ -152,16 +163,16 @@ class Schedule:
     def tick(self) -> None:
         """Plan or train the next head if it is due; raises StateError."""
         plan = self.plan
-        if self._job is not None and not self._is_running(plan):
+        if self._trainer.job is not None and not self._is_running(plan):
             self._trainer.stop()
-            self._job = None
             event(log, logging.INFO, "training ended: an operator's command has changed what it is made of")
         self._train_or_plan(plan)
         self._delete_unneeded_blobs()
 
     def _is_running(self, plan: HeadRecord | None) -> bool:
-        """Return True if the job in memory is the planned head's training."""
-        return self._job is not None and plan is not None and _is_of(self._job, plan)
+        """Return True if the job that runs is the planned head's training."""
+        job = self._trainer.job
+        return job is not None and plan is not None and _is_of(job, plan)
 
     def _train_or_plan(self, plan: HeadRecord | None) -> None:
         now_s = self._store.clock.now_s()
@@ -281,8 +292,7 @@ class Schedule:
             started_s=self._store.clock.now_s(),
             progress=None,
         )
-        job = job_of(training, members, self._task, self._store, tensors=self._tensors(self.newest))
-        if self._begin(plan, training, job) and self._settings.rounds is None:
+        if self._begin(plan, training, self._job_of(training, members)) and self._settings.rounds is None:
             log_limit(self._store, plan.task, self._task.file.limits)
 
     def _begin(
@@ -294,12 +304,11 @@ class Schedule:
         """
         if not self._replace(before, training, change=change):
             return False
-        self._job = job
         try:
             self.restoration.verify(job.required_blobs(self._task.manifest), at_once=True)
             self._trainer.start(job)
         except StateError as error:
-            self._on_event(Finished(job, None, str(error)))
+            self._finish(job, Finished(None, str(error)))
         return True
 
     def _summed(self, lists: SecondOperatorLists, plan: HeadRecord) -> HeadRecord | None:
@@ -373,9 +382,11 @@ class Schedule:
         )
         self._begin(None, calibrated, job, change=change)
 
-    def store_progress(self, figures: Mapping[str, Any]) -> None:
+    def store_progress(self, said: JobProgress) -> None:
         """Store the progress of the running training, for `status`."""
-        known = {name: figures[name] for name in ("epoch", "epochs", "loss") if name in figures}
+        known: dict[str, Any] = {
+            name: said.figures[name] for name in ("epoch", "epochs", "loss") if name in said.figures
+        }
         plan = self.plan
         if plan is None or not self._is_running(plan):
             return
@@ -383,12 +394,12 @@ class Schedule:
             progress = msgspec.convert({"version": plan.version, **known}, TrainingProgress)
             self._store.heads.put_progress(replace(plan, progress=progress))
 
-    def finish(self, finished: Finished) -> bool:
+    def finish(self, ended: JobEnded) -> bool:
         """Apply the end of a training or a calibration; return True if there is a new head."""
-        job = self._job
-        if job is None or finished.job != job:
-            return False
-        self._job = None
+        taken = self._trainer.take(ended)
+        return taken is not None and self._finish(*taken)
+
+    def _finish(self, job: BlobJob, finished: Finished) -> bool:
         plan, reason = self.plan, finished.reason
         if plan is None or not _is_of(job, plan):
             return False
@@ -401,10 +412,10 @@ class Schedule:
                 if head is not None:
                     log_head(head, self._settings, counts_images=self._task.manifest.accepts_blocks)
                 return head is not None
-        self._ended(plan, finished, reason)
+        self._ended(plan, job, finished, reason)
         return False
 
-    def _ended(self, plan: HeadRecord, finished: Finished, reason: str) -> None:
+    def _ended(self, plan: HeadRecord, job: BlobJob, finished: Finished, reason: str) -> None:
         """Apply the end of a training without a head: it has failed, or its head could not be stored."""
         if _identity(self.plan) != _identity(plan):  # a transaction failed only to report its commit
             return
@@ -419,8 +430,8 @@ class Schedule:
         elif finished.kind == "lost":
             self._plan_without(plan, finished.lost)
         else:
-            if finished.result is None and isinstance(finished.job, BlobJob):
-                self.restoration.restore(finished.job.required_blobs(self._task.manifest))
+            if finished.result is None:
+                self.restoration.restore(job.required_blobs(self._task.manifest))
             self._fail(plan, reason)
 
     def _plan_without(self, plan: HeadRecord, lost: Collection[str]) -> None:

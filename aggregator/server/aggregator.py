@@ -1,7 +1,6 @@
 """The aggregator: one event at a time, on one thread."""
 
 import logging
-import queue
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from aggregator.heads.rollout import Rollout
 from aggregator.heads.schedule import Schedule
 from aggregator.intake.uploads import Uploads, missing_room
 from aggregator.intake.validation import Refused, count_rows, read_message
+from aggregator.job_processes import JobEnded, JobProgress, Jobs
 from aggregator.messaging.blob_sender import BlobSender
 from aggregator.messaging.manifest_signer import identity_of
 from aggregator.messaging.publisher import Publisher
@@ -26,7 +26,6 @@ from aggregator.storage.stored_values import ServedTask, TaskPreparation
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.retention import needed_blobs
 from aggregator.tasks.task_preparation import Task, prepare_task
-from aggregator.training.job_processes import Finished, Progress
 from protocol.errors import StateError, ThreadFailed
 from protocol.log import event as log_event
 from protocol.mqtt import reconnecting_session as mqtt
@@ -42,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class Aggregator:
-    """A fleet's aggregator; `events` may have events of other threads.
+    """A fleet's aggregator; `events` has those of `jobs`, and may have events of other threads.
 
     Raises StateError or ConfigError if the state directory or a key cannot be used.
     """
@@ -54,11 +53,12 @@ class Aggregator:
         *,
         broker: Brokers,
         access: BrokerAccess = NO_AUTHENTICATION,
-        events: Events | None = None,
+        events: Events,
+        jobs: Jobs,
     ) -> None:
         self._task = task
         self._store = store
-        self._events = events = events or queue.SimpleQueue()
+        self._events = events
         self._is_stopped = False
         max_bytes = int(task.file.max_submission_mb * 1024**2)
         if missing_room(store.folder, max_bytes):
@@ -67,7 +67,7 @@ class Aggregator:
         key, fleet = identity_of(store.folder), task.file.fleet
         presence = OwnPresence(epoch=_next_epoch(task, store), topic=fleet_topic(fleet, "state"), key=key)
         self._uploads = Uploads(store, max_bytes=max_bytes)
-        self._training = Schedule(task, store, on_event=events.put)
+        self._training = Schedule(task, store, jobs)
         self._releases = Rollout(task, store)
         self._sum_reply = fleet_topic(fleet, "sums/reply")
         replies = [] if self._training.sum_lists is None else [self._sum_reply]
@@ -121,8 +121,11 @@ class Aggregator:
             while not self._is_stopped:
                 manager.alive()
                 self.handle(next_batch(self._events))
-        finally:
             self._training.stop()
+        except (KeyboardInterrupt, SystemExit):
+            self._training.stop()
+            raise
+        finally:
             self._releases.files.stop()
             self._intake.close()
 
@@ -166,9 +169,9 @@ class Aggregator:
                 log_event(log, level, "publication refused by the broker", topic=topic, reason=reason)
             case mqtt.Drained():
                 self._blob_sender.drained()
-            case Progress(figures=figures):
-                self._training.store_progress(figures)
-            case Finished():
+            case JobProgress():
+                self._training.store_progress(event)
+            case JobEnded():
                 if self._training.finish(event):
                     # The round's tensors are served before devices know of them.
                     self._update_releases(at_once=True)
@@ -232,16 +235,19 @@ def serve(
     *,
     broker: Brokers,
     access: BrokerAccess = NO_AUTHENTICATION,
-    events: Events | None = None,
+    events: Events,
+    jobs: Jobs,
 ) -> None:
-    """Serve a fleet until `Stop` is put into `events`.
+    """Serve a fleet until `Stop` is put into `events`, into which `jobs` puts what becomes of them.
+
+    A failure leaves a training to the next call; otherwise it ends.
 
     Raises:
         ConfigError: a key or another aggregator of the fleet keeps it from serving.
         StateError: the state directory cannot be used.
         ThreadFailed: a thread that it depends on has ended.
     """
-    Aggregator(task, store, broker=broker, access=access, events=events).run()
+    Aggregator(task, store, broker=broker, access=access, events=events, jobs=jobs).run()
 
 
 def _next_epoch(task: Task, store: Store) -> int:

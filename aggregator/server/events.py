@@ -4,7 +4,7 @@ import contextlib
 import queue
 from dataclasses import dataclass
 
-from aggregator.training.job_processes import Finished, Progress
+from aggregator.job_processes import JobEvent
 from protocol.mqtt import reconnecting_session as mqtt
 
 TICK_S = 0.5
@@ -20,7 +20,7 @@ class Stop:
     """The program that runs the aggregator wants it to end."""
 
 
-Event = mqtt.Event | Progress | Finished | Stop
+Event = mqtt.Event | JobEvent | Stop
 Events = queue.SimpleQueue[Event]
 
 

@@ -2,17 +2,21 @@
 
 import contextlib
 import logging
+import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from aggregator.supervised import run_program
-from protocol.errors import ProtofleetError, StateError
+from aggregator.job_processes import JobEnded, JobEvent, JobOrder, StopJob
+from aggregator.supervised import RunningJob, decode, encode, run_program
+from protocol.errors import ProtofleetError, StateError, ThreadFailed
 from protocol.log import event
 from protocol.mqtt.tls import BrokerAccess, BrokerAddress
+from protocol.threads import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +36,32 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     verbose: bool
 
 
-def run(settings: ServeSettings, _pipe: Connection) -> None:
+class SupervisedJobs:
+    """The jobs of `serve`, which its supervisor runs: they go on when `serve` is started again."""
+
+    def __init__(self, pipe: Connection, on_event: Callable[[JobEvent | ThreadFailed], None]) -> None:
+        self._pipe = pipe
+        self._on_event = on_event
+        self.folder: Path | None = decode(pipe.recv_bytes(), RunningJob).folder
+        start_thread(self._hear, name="supervisor", on_failure=on_event)
+
+    def start(self, order: JobOrder) -> None:
+        self.folder = order.folder
+        self._pipe.send_bytes(encode(order))
+
+    def stop(self) -> None:
+        self._pipe.send_bytes(encode(StopJob()))
+
+    def _hear(self) -> None:
+        with contextlib.suppress(EOFError):  # this process ends with its supervisor
+            while True:
+                said: JobEvent = decode(self._pipe.recv_bytes(), JobEvent)
+                if isinstance(said, JobEnded) and said.folder == self.folder:
+                    self.folder = None
+                self._on_event(said)
+
+
+def run(settings: ServeSettings, pipe: Connection) -> None:
     """Serve until SIGTERM.
 
     Raises:
@@ -57,13 +86,15 @@ def run(settings: ServeSettings, _pipe: Connection) -> None:
     if (engine := task_file.training.engine) in ENGINES:
         cluster_module(ENGINES, engine).require()
     state, database = settings.state, settings.database
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    jobs = SupervisedJobs(pipe, events.put)
     wait_for_folder(state)
 
     def open_and_serve() -> None:
         opened = open_store(state, lock=True, blobs=settings.blobs, database=database, fleet=task_file.fleet)
         with contextlib.closing(opened) as store, reason_kept(state):
             prepared, access = prepare(task_file, backbones, store, settings.access)
-            serve(prepared, store, broker=settings.brokers, access=access)
+            serve(prepared, store, broker=settings.brokers, access=access, events=events, jobs=jobs)
 
     run_with_store(state, database, open_and_serve)
 

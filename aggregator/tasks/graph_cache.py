@@ -13,10 +13,11 @@ from pathlib import Path
 import msgspec
 
 from aggregator.config.schema import TaskFile
+from aggregator.job_processes import JobEnded, JobEvent, JobRunner
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import CompiledGraphs, TaskPreparation
-from aggregator.training.job_processes import Finished, Progress, Trainer
 from aggregator.training.jobs import CompileJob, Result, Workspace
+from aggregator.training.trainer import Finished, finished, start
 from protocol.errors import ConfigError
 from protocol.log import event
 from protocol.retry_delay import retry_delay_s
@@ -99,15 +100,15 @@ def _run_job(job: CompileJob, store: Store, *, timeout_s: float) -> Result:
 
 
 def _run_once(job: CompileJob, store: Store, timeout_s: float) -> Finished:
-    events: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
-    trainer = Trainer(_folder_of(store), blobs=store.blobs.location, timeout_s=timeout_s, on_event=events.put)
+    events: queue.SimpleQueue[JobEvent] = queue.SimpleQueue()
+    runner = JobRunner(events.put)
     try:
-        trainer.start(job)
-        while not isinstance(outcome := events.get(), Finished):
+        start(runner, job, _folder_of(store), blobs=store.blobs.location, timeout_s=timeout_s)
+        while not isinstance(ended := events.get(), JobEnded):
             pass
     finally:
-        trainer.stop()
-    return outcome
+        runner.stop()
+    return finished(ended)
 
 
 def graphs_key(task: TaskFile, feature_size: int) -> str:

@@ -66,7 +66,7 @@ class BlobJob(Job, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        return f"head-{self.version}"
+        return folder_name(self.task, self.version, self.attempt)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -224,10 +224,6 @@ class RoundJob(SubmissionsJob, frozen=True, kw_only=True, tag="round"):
     """Hex digest of the round's tensors, a blob."""
 
     @property
-    def name(self) -> str:
-        return f"round-{self.version - 1}"
-
-    @property
     def method(self) -> RoundAlgorithm:
         return in_rounds(self.algorithm, self.settings)
 
@@ -281,6 +277,11 @@ class CompileJob(Job, frozen=True, kw_only=True, tag="compile"):
         return in_rounds(self.algorithm, self.settings)
 
 
+def folder_name(task: str, version: int, attempt: int) -> str:
+    """Return the name of the folder of a head's training, of which there is one with a task, version and attempt."""
+    return f"head-{version}-{attempt}-{task[:8]}"
+
+
 def in_rounds(algorithm: str, settings: Mapping[str, Any]) -> RoundAlgorithm:
     """Return an algorithm of rounds with settings; raises ProtofleetError for another one."""
     method = configured(algorithm, settings)
@@ -295,7 +296,7 @@ FEW_PROTOTYPES = 5
 FEW_IMAGES = 25
 """As FEW_PROTOTYPES, of images in prototypes."""
 
-RESULT_FILE = "result.json"
+JOB_FILE, RESULT_FILE = "job.json", "result.json"
 
 HEAD_FILE = "head.onnx"
 MODEL_FILE = "model.onnx"

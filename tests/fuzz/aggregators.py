@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import queue
 from collections.abc import Iterable
 from pathlib import Path
 from random import Random
@@ -29,6 +30,7 @@ from tests.fuzz.devices import mutate_operations, parsed, state_folder, take_all
 from tests.fuzz.target import MIB, Target
 from tests.support.fleets.aggregator_process import FLEET, PATIENT, write_task
 from tests.support.messages.every_type import SAMPLES
+from tests.support.messages.jobs import NoJobs
 from tests.support.messages.submissions import evaluation, submission
 
 # An operation is a number, the length of its body in two bytes, and the body.
@@ -46,7 +48,13 @@ def _aggregator() -> tuple[Task, Store, Aggregator]:
     store = open_store(folder / "state", lock=True)
     file, backbones = load_task(write_task(folder, PATIENT + "\nmax_submission_mb = 0.1"))
     task = prepare_task(file, backbones, store=store)
-    return task, store, Aggregator(task, store, broker=BrokerAddress("localhost", 1))
+    return (
+        task,
+        store,
+        Aggregator(
+            task, store, broker=BrokerAddress("localhost", 1), events=queue.SimpleQueue(), jobs=NoJobs()
+        ),
+    )
 
 
 def handle(data: bytes) -> None:

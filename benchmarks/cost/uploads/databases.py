@@ -18,6 +18,7 @@ from aggregator.config.task_file import load_task
 from aggregator.coordination.round_state import Entry
 from aggregator.heads.schedule import Schedule
 from aggregator.http.snapshots import Stamps, read_snapshot
+from aggregator.job_processes import JobRunner
 from aggregator.status.collect import collect_status
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
@@ -97,7 +98,7 @@ def calls_of(
     task: Task, store: Store, other: Store, stack: contextlib.ExitStack, *, devices: int
 ) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
     """Return what is measured: each with what has to happen before."""
-    training = Schedule(task, store, on_event=lambda _: None)
+    training = Schedule(task, store, JobRunner(lambda _: None))
     stack.callback(training.stop)
     _fill(other, task, devices)  # only now: the blobs are missing, which the start would notice
     training.tick()

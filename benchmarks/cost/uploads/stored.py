@@ -22,6 +22,7 @@ from aggregator.coordination.round_state import Entry
 from aggregator.heads.open_collection import open_collection
 from aggregator.heads.rollout import Rollout
 from aggregator.heads.schedule import Schedule
+from aggregator.job_processes import JobRunner
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
@@ -104,7 +105,7 @@ def measured(folder: Path, number: int) -> dict[str, list[float]]:
     def start() -> tuple[Store, Schedule, Rollout]:
         opened = open_store(folder / "state", fleet="stored", lock=True)
         timed.watch(opened)
-        return opened, Schedule(task, opened, on_event=lambda _: None), Rollout(task, opened)
+        return opened, Schedule(task, opened, JobRunner(lambda _: None)), Rollout(task, opened)
 
     store, training, releases = timed.call("start, without the connection", start)
     with contextlib.closing(store):

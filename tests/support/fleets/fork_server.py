@@ -21,7 +21,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 from edge_client.graphs import watchdog
 from protocol import children
@@ -189,16 +189,13 @@ class ForkServer:
                 program.ended.set()
 
 
-class _Forking:
-    """A mixin for `subprocess.Popen` that forks where a Python module is to be run."""
+class _ForkedSession(children._Session):
+    """A child that is forked if it needs the large packages."""
 
-    pid: int
-
-    def _forks(self, args: Any) -> bool:
-        return list(args[:2]) == [sys.executable, "-m"]
+    forked: ClassVar = {"aggregator.server.program"}
 
     def _execute_child(self, args: Any, executable: Any, *rest: Any) -> None:
-        if not self._forks(args):
+        if args[3] not in self.forked:
             super()._execute_child(args, executable, *rest)  # type: ignore[misc]
             return
         # The arguments that CPython passes on: descriptors for the child, and pipes for the child and for itself.
@@ -208,17 +205,6 @@ class _Forking:
             _run_job(args[args.index("-m") + 1 :], rest[2], read_in, write_out, write_err)
         self._child_created = True
         self._close_pipe_fds(read_in, write_in, read_out, write_out, read_err, write_err)  # type: ignore[attr-defined]
-
-
-class _ForkedJob(_Forking, subprocess.Popen[Any]):
-    """A process of a module."""
-
-
-class _ForkedService(_Forking, children._Session):
-    """A program of `aggregator run` with the large packages."""
-
-    def _forks(self, args: Any) -> bool:
-        return args[3] in {"aggregator.server.program", "tests.support.fleets.fast_aggregator"}
 
 
 def _run_job(args: list[str], kept: tuple[int, ...], *handles: int) -> NoReturn:
@@ -262,9 +248,9 @@ def _prepare_child(request: dict[str, Any]) -> None:
     if request["environment"] is not None:
         os.environ.clear()
         os.environ.update(request["environment"])
-    children._Session = _ForkedService  # type: ignore[misc]
+    children._Session = _ForkedSession  # type: ignore[misc]
     if request["forks_jobs"]:
-        subprocess.Popen = _ForkedJob  # type: ignore[misc]
+        _ForkedSession.forked |= {"aggregator.training.job_program", "tests.support.fleets.fast_training"}
     # A thread that was made before a fork cannot be started after it.
     watchdog._WATCHDOG = watchdog._Watchdog()
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -8,12 +8,25 @@ import msgspec
 
 from aggregator.algorithms.algorithm import Training
 from aggregator.intake.validation import Expectation
+from aggregator.job_processes import JobOrder
 from aggregator.storage.blobs import Blobs
 from aggregator.training.jobs import HeadJob, StatisticsJob, Workspace
 from protocol.wire.codec import encode
 from protocol.wire.messages import Submission, TaskManifest
 from tests.support.messages.statistics import FEATURE_MAP
 from tests.support.messages.submissions import FEATURE_SIZE, MANIFEST
+
+
+class NoJobs:
+    """Takes jobs, and runs none."""
+
+    folder: Path | None = None
+
+    def start(self, order: JobOrder) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
 
 
 def workspace(blobs: Blobs, folder: Path) -> Workspace:

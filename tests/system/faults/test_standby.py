@@ -97,7 +97,7 @@ def test_a_standby_takes_over_from_a_killed_leader(fleet: TwoAggregators, addres
         upload = submission(task=digest_of(devices[0].task()))
         for device in devices:
             assert device.upload(upload).status == "received"
-        fleet.wait_until("a training", (fleet.root / "first" / "training" / "head-1").is_dir)
+        fleet.wait_until("a training", lambda: any((fleet.root / "first" / "training").glob("head-1-1-*")))
         fleet.kill("first")
         fleet.wait_for_log("second", LEADS)
         fleet.run("first")

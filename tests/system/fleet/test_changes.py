@@ -248,7 +248,7 @@ def test_head_is_trained_of_blobs_in_an_object_store(
         assert not list((fleet.aggregator_state / "blobs").glob("*"))
         fleet.stop("aggregator")
         fleet.start_aggregator(task)
-        fleet.wait_for_log("aggregator", "connected to the broker", times=2)
+        fleet.wait_for_log("aggregator", "connected to the broker", times=3)
         assert fleet.status()["submissions"] == 3
         fleet.stop("aggregator")
         assert "do-not-log-this" not in fleet.log("aggregator")

@@ -14,13 +14,14 @@ import pytest
 
 from aggregator.algorithms.algorithm import Training
 from aggregator.config.task_file import load_task
+from aggregator.job_processes import JobEnded, JobRunner
 from aggregator.storage.blobs import FolderBlobs
 from aggregator.storage.open_store import open_store
 from aggregator.tasks.task_preparation import prepare_task
 from aggregator.training import statistics_job as statistics
 from aggregator.training.execution import execute
-from aggregator.training.job_processes import Finished, Trainer
 from aggregator.training.jobs import BlobJob, Result, RoundJob, StatisticsJob, Workspace
+from aggregator.training.trainer import finished, start
 from protocol.errors import BlobLost, ProtofleetError
 from protocol.storage.folder_lock import FolderLock
 from protocol.wire.codec import encode
@@ -89,7 +90,7 @@ def round_job(folder: Path) -> tuple[BlobJob, FolderBlobs]:
 def until_end(events: Events) -> list[Any]:
     """Return the events that are left of a job, of which the last one is its end."""
     found: list[Any] = []
-    while not found or not isinstance(found[-1], Finished):
+    while not found or not isinstance(found[-1], JobEnded):
         found.append(events.get(timeout=TIMEOUT_S))
     return found
 
@@ -97,19 +98,19 @@ def until_end(events: Events) -> list[Any]:
 def driver() -> psutil.Process:
     """Return the process of the job, which this process has started."""
     running = (each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE)
-    return next(each for each in running if "aggregator.training.execution" in each.cmdline())
+    return next(each for each in running if "aggregator.training.job_program" in each.cmdline())
 
 
 def files_of(folder: Path, job: BlobJob) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in job.files if (folder / name).exists()}
 
 
-def started(job: BlobJob, blobs: FolderBlobs, folder: Path) -> tuple[Trainer, Events]:
+def started(job: BlobJob, blobs: FolderBlobs, folder: Path) -> tuple[JobRunner, Events]:
     """Start a job as the aggregator does; its process inherits RAY_ADDRESS."""
     events: Events = queue.SimpleQueue()
-    trainer = Trainer(folder, blobs=blobs.location, timeout_s=TIMEOUT_S, on_event=events.put, engine="ray")
-    trainer.start(job)
-    return trainer, events
+    runner = JobRunner(events.put)
+    start(runner, job, folder, blobs=blobs.location, timeout_s=TIMEOUT_S, engine="ray")
+    return runner, events
 
 
 def test_files_have_the_same_bytes_as_without_a_cluster(
@@ -125,11 +126,12 @@ def test_files_have_the_same_bytes_as_without_a_cluster(
         (here := tmp_path / name).mkdir()
         expected = execute(job, Workspace(of, here, figures.append))
         _, events = started(job, of, tmp_path / "jobs")
-        *progress, finished = until_end(events)
-        assert finished.result is not None, finished.reason
+        *progress, ended = until_end(events)
+        end = finished(ended)
+        assert end.result is not None, end.reason
         assert [each.figures for each in progress] == figures
         assert files_of(tmp_path / "jobs" / job.name, job) == files_of(here, job)
-        assert finished.result.prototypes == expected.prototypes
+        assert end.result.prototypes == expected.prototypes
     assert list(scratch.iterdir()) == []
 
 
@@ -162,7 +164,7 @@ def test_killed_machine_costs_only_time(scratch: Path, blobs: FolderBlobs, tmp_p
 def test_cancelled_job_ends_its_worker(scratch: Path, blobs: FolderBlobs, tmp_path: Path) -> None:
     """So does a killed driver, as at the time limit; the next job deletes what the worker has left."""
     for is_killed in (False, True):
-        trainer, events = started(training_job(blobs, epochs=100_000), blobs, tmp_path / "training")
+        runner, events = started(training_job(blobs, epochs=100_000), blobs, tmp_path / "training")
         try:
             while "epoch" not in events.get(timeout=TIMEOUT_S).figures:
                 pass
@@ -170,8 +172,8 @@ def test_cancelled_job_ends_its_worker(scratch: Path, blobs: FolderBlobs, tmp_pa
             if is_killed:
                 driver().kill()
         finally:
-            trainer.stop()
-        assert until_end(events)[-1].result is None
+            runner.stop()
+        assert finished(until_end(events)[-1]).result is None
         deadline_s = time.monotonic() + TIMEOUT_S
         while FolderLock(folder).is_taken():
             assert time.monotonic() < deadline_s

@@ -15,8 +15,10 @@ import pytest
 from protocol.mqtt.tls import BrokerAddress
 from protocol.retry_delay import FIRST_DELAY_S, MAX_DELAY_S, RestartDelay
 from protocol.storage.folder_lock import FolderLock
+from protocol.wire.codec import digest_of
 from tests.support.fleets.aggregator_process import Device, aggregator, write_task
 from tests.support.fleets.fleet import Fleet, wait_until, with_startup_code
+from tests.support.messages.submissions import submission
 from tests.support.network.brokers import free_address
 from tests.unit.aggregator.http.servers import Client, own_token
 
@@ -247,10 +249,7 @@ def test_the_fleet_stays_connected_while_serve_restarts(
     fleet.start_aggregator(task, *options)
     with Device(address) as device:
         first = device.aggregator_is("online")
-        (serve,) = (
-            each for each in fleet.services("aggregator") if "aggregator.server.program" in each.cmdline()
-        )
-        serve.kill()
+        _serve(fleet).kill()
         assert device.aggregator_is("offline").epoch == first.epoch
         second = device.aggregator_is("online")
         assert second.epoch > first.epoch
@@ -264,6 +263,35 @@ def test_the_fleet_stays_connected_while_serve_restarts(
     fleet.wait_until("readiness", lambda: client.get("/readyz").status == 200)
     assert own_token(fleet.aggregator_state)
     fleet.stop("aggregator")
+
+
+@pytest.mark.parametrize("delay_s", [0.1, FIRST_DELAY_S], ids=["running", "ended"])
+def test_a_training_outlives_serve(
+    fleet: Fleet, address: BrokerAddress, monkeypatch: pytest.MonkeyPatch, delay_s: float
+) -> None:
+    """The next run of `serve` takes it over, or its result, and counts no failure; none is started a second time."""
+    short = with_startup_code(
+        fleet.root / "short", f"from protocol import retry_delay as r\nr.FIRST_DELAY_S = {delay_s}"
+    )
+    monkeypatch.setenv("PYTHONPATH", short["PYTHONPATH"])
+    fleet.aggregator_program = "tests.support.fleets.fast_aggregator"
+    fleet.start_aggregator(write_task(fleet.root, "quorum = 1"), "--embedded-broker")
+    jobs = fleet.aggregator_state / "training"
+    with Device(address) as device:
+        assert device.upload(submission(task=digest_of(device.task()))).status == "received"
+        fleet.wait_until("its job", lambda: any(jobs.glob("head-1-1-*/training.log")))
+        _serve(fleet).kill()
+        fleet.wait_for_log("aggregator", "training goes on version=1")
+        assert device.head().version == 1
+    assert len(list(jobs.iterdir())) == 1
+    assert "failed" not in fleet.log("aggregator")
+    fleet.stop("aggregator")
+
+
+def _serve(fleet: Fleet) -> psutil.Process:
+    services = fleet.services("aggregator")
+    (serve,) = (each for each in services if "aggregator.server.program" in each.cmdline())
+    return serve
 
 
 def test_a_start_waits_for_the_program_that_ends(tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ from aggregator.algorithms import registry
 from aggregator.cli import cli
 from aggregator.config.schema import task_type
 from aggregator.config.task_file import load_task
+from aggregator.job_processes import JobEnded, JobEvent, JobRunner
 from aggregator.storage.blobs import FolderBlobs
-from aggregator.training.job_processes import Finished, Trainer
 from aggregator.training.jobs import CompileJob
+from aggregator.training.trainer import finished, start
 from protocol.errors import ConfigError
 from protofleet.cli import cli as protofleet_cli
 from tests.support.graphs.backbones import tiny_backbone
@@ -138,13 +139,13 @@ def test_a_training_uses_it_with_its_settings(tmp_path: Path) -> None:
     """The training is a process of its own, which finds the distribution by itself."""
     weights = []
     for algorithm, settings in (("fedncm", {}), ("flat", {"factor": 0.25})):
-        events: queue.SimpleQueue[object] = queue.SimpleQueue()
+        events: queue.SimpleQueue[JobEvent] = queue.SimpleQueue()
         blobs, folder = FolderBlobs(tmp_path / "blobs"), tmp_path / algorithm
         job = head_job(blobs, submission(), algorithm=algorithm, settings=settings)
-        Trainer(folder, blobs=blobs.location, timeout_s=300, on_event=events.put).start(job)
-        while not isinstance(event := events.get(timeout=300), Finished):
+        start(JobRunner(events.put), job, folder, blobs=blobs.location, timeout_s=300)
+        while not isinstance(ended := events.get(timeout=300), JobEnded):
             pass
-        assert event.result is not None, event.reason
+        assert finished(ended).result is not None, finished(ended).reason
         weights.append((folder / job.name / "head.onnx").read_bytes())
     assert len(weights[0]) == len(weights[1])
     assert weights[0] != weights[1]

@@ -36,15 +36,15 @@ from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task_preparation import Task
 from aggregator.training import calibration_job
-from aggregator.training.job_processes import Finished
 from aggregator.training.jobs import CalibrationJob, HeadJob, Result
+from aggregator.training.trainer import Finished
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, DifferentialPrivacy, Evaluation
 from tests.support.graphs.backbones import tiny_backbone
 from tests.support.graphs.heads import head_metadata
 from tests.support.messages.evaluations import binned
 from tests.support.messages.heads import add_head
-from tests.support.messages.jobs import workspace
+from tests.support.messages.jobs import NoJobs, workspace
 from tests.support.messages.submissions import EXPECTATION, FEATURE_SIZE, MANIFEST, SERVED, evaluation
 from tests.support.messages.tasks import served_task
 from tests.support.simulation.clocks import FakeClock
@@ -78,6 +78,7 @@ class World:
     task: Task = SERVING
     jobs: list[HeadJob | CalibrationJob] = field(default_factory=list)
     now_s: float = 1000.0
+    job: HeadJob | CalibrationJob | None = None
 
     def __post_init__(self) -> None:
         self.clock = self.store.clock = FakeClock(self.now_s)
@@ -104,14 +105,17 @@ class World:
         return self.store.blobs.put(data)
 
     def restart(self) -> None:
-        self.training = Schedule(self.task, self.store, on_event=lambda _: None)
+        self.job = None
+        self.training = Schedule(self.task, self.store, NoJobs())
         self.training._trainer = self  # type: ignore[assignment]  # no process
         self.releases = Rollout(self.task, self.store)
 
     def start(self, job: HeadJob | CalibrationJob) -> None:
+        self.job = job
         self.jobs.append(job)
 
     def stop(self) -> None:
+        self.job = None
         self.jobs.append(self.jobs[-1])
 
     def calibrate(self, job: HeadJob | CalibrationJob) -> Result:
@@ -128,14 +132,20 @@ class World:
     def finish(self) -> bool:
         """End the last job that was started."""
         job, result = self.jobs[-1], Result(metrics=METRICS, prototypes=5)
+        self.job = None
         if isinstance(job, CalibrationJob):
             result = self.calibrate(job)
         else:
             (folder := folder_of(self.store, job)).mkdir(parents=True, exist_ok=True)
             (folder / "head.onnx").write_bytes(_head_file(job.version))
-        is_made = self.training.finish(Finished(job, result))
+        is_made = self.training._finish(job, Finished(result))
         self.tick()
         return is_made
+
+    def fail(self) -> bool:
+        """Let the first job that was started fail."""
+        self.job = None
+        return self.training._finish(self.jobs[0], Finished(None, "no memory"))
 
     def evaluate(self, found: Mapping[str, Evaluation]) -> None:
         for device, each in found.items():
@@ -307,7 +317,7 @@ def test_upload_during_calibration_waits_for_it(world: World) -> None:
 def test_failed_calibration_is_repeated_later(world: World, caplog: pytest.LogCaptureFixture) -> None:
     """It is no failed training, and delays none."""
     world.report(_all())
-    assert not world.training.finish(Finished(world.jobs[0], None, "no memory"))
+    assert not world.fail()
     assert 'head not calibrated: it stays in use as it is version=1 reason="no memory"' in caplog.text
     assert world.training.plan is None
     world.tick()
@@ -320,7 +330,7 @@ def test_failed_calibration_is_repeated_later(world: World, caplog: pytest.LogCa
 def test_failing_training_is_not_interrupted_by_a_calibration(world: World) -> None:
     """Its failures would not count any more."""
     world.upload("a")
-    assert not world.training.finish(Finished(world.jobs[0], None, "no memory"))
+    assert not world.fail()
     world.report(_all())
     assert [type(job) for job in world.jobs] == [HeadJob]
 
@@ -336,7 +346,7 @@ def test_forgotten_device_ends_the_calibration(world: World) -> None:
     forget(other, "a")
     other.close()
     assert store_head(world.task, world.store, plan, job, result) is None
-    assert not world.training.finish(Finished(job, result))
+    assert not world.training._finish(job, Finished(result))
     world.tick()
     assert isinstance(world.jobs[-1], HeadJob)
     assert set(world.jobs[-1].members) == set(DEVICES) - {"a"}

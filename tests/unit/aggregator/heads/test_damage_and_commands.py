@@ -1,15 +1,11 @@
 """Heads of a fleet after restarts, commands of other processes, and with damaged files."""
 
-import contextlib
+import queue
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
-import psutil
 import pytest
 from msgspec import structs
 
@@ -19,6 +15,7 @@ from aggregator.heads import rollout
 from aggregator.heads.operator_commands import forget, submit_command
 from aggregator.heads.rollout import Rollout
 from aggregator.heads.schedule import Schedule
+from aggregator.job_processes import JobProgress
 from aggregator.server.aggregator import Aggregator
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
@@ -27,13 +24,14 @@ from aggregator.storage.submissions import SubmissionRecord
 from aggregator.storage.sum_lists import sums_of
 from aggregator.tasks.retention import KEPT_S, delete_unneeded_blobs
 from aggregator.tasks.task_preparation import prepare_task
-from aggregator.training.job_processes import Finished
-from aggregator.training.jobs import CalibrationJob
+from aggregator.training.jobs import CalibrationJob, folder_name
+from aggregator.training.trainer import Finished
 from protocol.mqtt.tls import BrokerAddress
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import MaskedSubmission
 from tests.support.fleets.aggregator_process import write_task
 from tests.support.messages.heads import add_head, plan_head
+from tests.support.messages.jobs import NoJobs
 from tests.support.messages.submissions import SERVED
 from tests.support.simulation.submissions import retry
 from tests.unit.aggregator.heads import test_calibration, test_sum_lists
@@ -96,10 +94,10 @@ def test_submissions_of_the_last_round_are_not_lost(prepared: Path, tmp_path: Pa
         entry = Entry(1, digest, 0.0, 2)
         store.submissions.put(task.digest, SubmissionRecord(device, entry, 1, 1, 1, {0: 1}))
     add_head(store, 3, task=task.digest, tensors=task.first_tensors)
-    training = Schedule(task, store, on_event=lambda _: None)
+    training = Schedule(task, store, NoJobs())
     training.tick()
     delete_unneeded_blobs(task, store)
-    restarted = Schedule(task, store, on_event=lambda _: None)
+    restarted = Schedule(task, store, NoJobs())
     assert store.submissions.lost(task.digest) == []
     assert restarted.lost.requests() == []
 
@@ -125,7 +123,7 @@ def test_training_folder_that_was_deleted_in_part_does_not_end_the_program(tmp_p
     task = prepare_task(*load_task(write_task(tmp_path)), store=store)
     digest = store.blobs.put(b"head 1")
     add_head(store, 1, task=task.digest, digest=digest, size_bytes=6, file=digest)
-    (folder := store.folder / "training" / "head-1").mkdir(parents=True)
+    (folder := store.folder / "training" / folder_name(task.digest.hex(), 1, 1)).mkdir(parents=True)
     (folder / "model.onnx").write_bytes(b"model")
     Rollout(task, store)
 
@@ -193,7 +191,7 @@ def test_progress_that_cannot_be_read_does_not_end_the_program(world: test_calib
     """A library may print anything, also an object in JSON."""
     world.upload("a")
     assert world.training.plan is not None
-    world.training.store_progress({"epoch": 1.5, "loss": "low"})
+    world.training.store_progress(JobProgress(Path(), {"epoch": 1.5, "loss": "low"}))
     world.tick()
 
 
@@ -206,7 +204,9 @@ def test_start_on_a_full_disk_deletes_what_nothing_needs(world: test_calibration
         return SimpleNamespace(total=10**9, free=10**3 if unneeded in store.blobs else 10**9)
 
     with patch.object(shutil, "disk_usage", disk):
-        Aggregator(world.task, store, broker=BrokerAddress("127.0.0.1", 1))
+        Aggregator(
+            world.task, store, broker=BrokerAddress("127.0.0.1", 1), events=queue.SimpleQueue(), jobs=NoJobs()
+        )
     assert unneeded not in store.blobs
 
 
@@ -216,8 +216,7 @@ class Sums:
     def __init__(self, store: Store) -> None:
         self.world = test_sum_lists.World(store)
         self.store = store
-        self.events: list[object] = []
-        self.training = Schedule(test_sum_lists.SERVED, store, on_event=self.events.append)
+        self.training = Schedule(test_sum_lists.SERVED, store, NoJobs())
         self.training._trainer = self.trainer = Mock()
         self.training.restoration = Mock()
         assert self.training.sum_lists is not None
@@ -240,7 +239,7 @@ class Sums:
 
     def fail(self, kind: str = "error") -> None:
         job = self.trainer.start.call_args.args[0]
-        self.training.finish(Finished(job, None, "out of memory", kind=kind))  # type: ignore[arg-type]
+        self.training._finish(job, Finished(None, "out of memory", kind=kind))  # type: ignore[arg-type]
 
 
 def test_failing_training_of_a_list_waits_although_other_devices_have_come(store: Store) -> None:
@@ -287,35 +286,6 @@ def test_head_in_use_is_made_again_without_a_forgotten_device_although_it_is_not
     for _ in range(3):
         world.tick()
     assert world.jobs, said
-
-
-def test_job_ends_with_its_aggregator(tmp_path: Path) -> None:
-    """A killed program leaves none that writes into the folder of the next training of the same head."""
-    code = f"""
-import subprocess, sys, time
-from pathlib import Path
-from aggregator.training import job_processes
-from aggregator.training.jobs import CompileJob
-start = subprocess.Popen
-def popen(arguments, **options):
-    job = "import sys, time; from protocol.children import end_with; end_with(int(sys.argv[1])); time.sleep(30)"
-    process = start([sys.executable, "-c", job, arguments[-1]], **options)
-    print(process.pid, flush=True)
-    return process
-job_processes.subprocess.Popen = popen
-folder = {str(tmp_path)!r}
-trainer = job_processes.Trainer(Path(folder), blobs=folder, timeout_s=100, on_event=print)
-trainer.start(CompileJob(algorithm="fpl", settings={{}}, feature_size=1, num_classes=2, seed=0))
-time.sleep(30)
-"""
-    program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert program.stdout is not None
-    job = int(program.stdout.readline())
-    program.kill()
-    program.wait()
-    with contextlib.suppress(psutil.NoSuchProcess):
-        while psutil.Process(job).status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.01)
 
 
 def test_damaged_submission_does_not_hold_up_a_list(store: Store) -> None:

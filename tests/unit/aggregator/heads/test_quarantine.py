@@ -29,8 +29,8 @@ from aggregator.storage.submissions import SubmissionRecord
 from aggregator.storage.sum_lists import PendingList, SumLists, put_sums, sums_of
 from aggregator.tasks.retention import delete_unneeded_blobs
 from aggregator.tasks.task_preparation import Task, prepare_task
-from aggregator.training.job_processes import Finished
 from aggregator.training.jobs import HeadJob, Result
+from aggregator.training.trainer import Finished
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.arrays import to_unsigned
@@ -40,6 +40,7 @@ from protocol.wire.quantization import prototype_fields
 from tests.support.fleets.aggregator_process import Device, aggregator, run_aggregator, write_task
 from tests.support.graphs.backbones import without_metadata
 from tests.support.messages.heads import add_head, plan_head
+from tests.support.messages.jobs import NoJobs
 from tests.support.messages.prototype_sets import fleet, flipped, honest
 from tests.support.messages.submissions import MANIFEST, SERVED, TASK, device_info, evaluation
 from tests.support.messages.tasks import served_task
@@ -326,6 +327,7 @@ class World:
     jobs: list[HeadJob] = field(default_factory=list)
     ends_s: float = math.inf
     """When the running job ends."""
+    job: HeadJob | None = None
 
     def __post_init__(self) -> None:
         self.clock = self.store.clock = FakeClock(self.now_s)
@@ -333,13 +335,15 @@ class World:
         self.restart()
 
     def restart(self) -> None:
-        self.training = Schedule(LIMITED_TASK, self.store, on_event=lambda _: None)
+        self.job = None
+        self.training = Schedule(LIMITED_TASK, self.store, NoJobs())
         self.training._trainer = self  # type: ignore[assignment]  # no process
 
     def limited_until_s(self) -> float | None:
         return limited_until_s(self.store, LIMITED_TASK.digest, LIMITED_TASK.file.limits)
 
     def start(self, job: HeadJob) -> None:
+        self.job = job
         self.jobs.append(job)
         self.ends_s = self.now_s + TRAINING_S
         folder = folder_of(self.store, job)
@@ -361,9 +365,9 @@ class World:
                 self.ends_s = math.inf
                 metrics = {"seconds": 1.0, "onnx_max_difference": 0.0}
                 quarantined = dict(self.quarantined)
-                self.training.finish(
-                    Finished(self.jobs[-1], Result(metrics=metrics, prototypes=2, quarantined=quarantined))
-                )
+                self.job = None
+                result = Result(metrics=metrics, prototypes=2, quarantined=quarantined)
+                self.training._finish(self.jobs[-1], Finished(result))
             self.training.tick()
 
 

@@ -20,6 +20,7 @@ from aggregator.heads.next_head import folder_of, store_head
 from aggregator.heads.operator_commands import forget
 from aggregator.heads.schedule import RETENTION_S, Schedule
 from aggregator.intake.accepted_submissions import AcceptedSubmissions
+from aggregator.job_processes import JobEnded, JobEvent, JobProgress, JobRunner
 from aggregator.storage.heads import TrainingProgress
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
@@ -27,14 +28,15 @@ from aggregator.storage.stored_values import LostFiles
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks import restoration
 from aggregator.tasks.task_preparation import Task, prepare_task
-from aggregator.training.job_processes import KILLED, Finished, Progress, Trainer
 from aggregator.training.jobs import Result, RoundJob
+from aggregator.training.trainer import KILLED, Finished
 from protocol.errors import StateError
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Receipt
+from tests.support.messages.jobs import NoJobs
 from tests.support.simulation.submissions import retry, submit
 
-Events = queue.SimpleQueue[Progress | Finished]
+Events = queue.SimpleQueue[JobEvent]
 
 
 @pytest.fixture
@@ -55,7 +57,7 @@ def events() -> Events:
 
 @pytest.fixture
 def training(task: Task, store: Store, events: Events) -> Schedule:
-    return Schedule(task, store, on_event=events.put)
+    return Schedule(task, store, JobRunner(events.put))
 
 
 def _take(training: Schedule, devices: str, *, number: int = 0) -> list[str]:
@@ -76,9 +78,9 @@ def progress(training: Schedule) -> TrainingProgress | None:
     return None if training.plan is None else training.plan.progress
 
 
-def _end(events: Events) -> Finished:
+def _end(events: Events) -> JobEnded:
     event = events.get(timeout=300.0)
-    assert isinstance(event, Finished)
+    assert isinstance(event, JobEnded)
     return event
 
 
@@ -136,7 +138,7 @@ def test_stored_submissions_close_a_round(
     training: Schedule, events: Events, task: Task, store: Store
 ) -> None:
     """The table tells which are new, whoever has stored them; one that was deleted again does not count."""
-    others = Schedule(task, other := open_store(store.folder), on_event=events.put)
+    others = Schedule(task, other := open_store(store.folder), JobRunner(events.put))
     for device in "ab":
         submit(others, device)
         with contextlib.closing(open_store(store.folder)) as third, third.transaction():
@@ -158,7 +160,6 @@ def test_failed_round_is_logged_and_retried(
     caplog.set_level(logging.INFO)
     with _damaged_tensors(task, store):
         assert _take(training, "ab") == ["new", "new"]
-        assert not training.finish(_end(events))
     assert 'closing a round failed round=0 failures=1 reason="' in caplog.text
     assert "was damaged on disk and has been moved to" in caplog.text
     assert task.first_tensors is not None
@@ -197,10 +198,7 @@ def test_killed_training_is_repeated(training: Schedule, events: Events, task: T
     """After its delay, and by a restarted aggregator, which knows of the failures until there is a head."""
     _take(training, "ab")
     for failures in (1, 2):
-        assert isinstance(training._trainer, Trainer)
-        process = training._trainer._process
-        assert process is not None
-        process.kill()
+        training._trainer._jobs.stop()
         assert not training.finish(_end(events))
         failed = training.plan
         assert failed is not None
@@ -208,7 +206,7 @@ def test_killed_training_is_repeated(training: Schedule, events: Events, task: T
         retry(training)
         training.tick()
     training.stop()
-    restarted = Schedule(task, store, on_event=(after := queue.SimpleQueue[Progress | Finished]()).put)
+    restarted = Schedule(task, store, JobRunner((after := queue.SimpleQueue[JobEvent]()).put))
     restarted.tick()
     assert restarted.plan is not None
     assert restarted.plan.failures == 2
@@ -223,7 +221,7 @@ def test_training_on_a_forgotten_device_is_stopped(
     """Its end changes nothing, even if it has made a head; the round closes without the device."""
     caplog.set_level(logging.INFO)
     _take(training, "ab")
-    job = training._job
+    job = training._trainer.job
     assert job is not None
     with contextlib.closing(open_store(store.folder)) as command:
         forget(command, "a")
@@ -231,7 +229,7 @@ def test_training_on_a_forgotten_device_is_stopped(
     for name in ("head.onnx", "tensors.bin"):
         (folder / name).write_bytes(b"made of a and b")
     training.tick()
-    assert not training.finish(Finished(job, Result(metrics={"seconds": 1.0})))
+    assert not training._finish(job, Finished(Result(metrics={"seconds": 1.0})))
     assert not training.finish(_end(events))  # of the stopped process
     assert (store.heads.all(), training.plan) == ([], None)
     assert "failed" not in caplog.text
@@ -246,7 +244,7 @@ def test_training_on_a_forgotten_device_is_stopped(
 def test_head_is_not_stored_once_a_member_is_forgotten(training: Schedule, task: Task, store: Store) -> None:
     """Also if the command comes just before that."""
     _take(training, "ab")
-    job, plan = training._job, training.plan
+    job, plan = training._trainer.job, training.plan
     assert isinstance(job, RoundJob)
     assert plan is not None
     training.stop()
@@ -262,7 +260,7 @@ def test_adapter_that_needs_pytorch_is_logged(
 ) -> None:
     caplog.set_level(logging.INFO)
     _take(training, "ab")
-    job, plan = training._job, training.plan
+    job, plan = training._trainer.job, training.plan
     assert isinstance(job, RoundJob)
     assert plan is not None
     training.stop()
@@ -279,7 +277,7 @@ def test_damaged_submission_is_moved_apart_and_requested(events: Events, task: T
     """The head is made of the others, if they are enough; the device's upload is accepted again, and counts."""
     alone = structs.replace(task.file, rounds=structs.replace(task.file.rounds, min_devices=1))
     task = replace(task, file=alone)
-    training = Schedule(task, store, on_event=events.put)
+    training = Schedule(task, store, JobRunner(events.put))
     _take(training, "a")
     blob = store.blobs.path(store.submissions.all(task.digest)["a"].entry.digest)
     blob.write_bytes(bytes([blob.read_bytes()[0] ^ 1]) + blob.read_bytes()[1:])
@@ -303,24 +301,24 @@ def test_damaged_submission_is_moved_apart_and_requested(events: Events, task: T
 def test_missing_submission_is_requested_at_the_start(training: Schedule, task: Task, store: Store) -> None:
     _take(training, "a")
     store.blobs.path(store.submissions.all(task.digest)["a"].entry.digest).unlink()
-    again = Schedule(task, store, on_event=lambda _: None)
+    again = Schedule(task, store, NoJobs())
     assert store.submissions.all(task.digest) == {}
     assert [device for device, _ in again.lost.requests()] == ["a"]
 
 
 def test_aggregator_killed_during_a_training_counts_as_a_failure(task: Task, store: Store) -> None:
     """Where memory runs out, the aggregator may be killed with its training; one that is stopped was not."""
-    before = Schedule(task, store, on_event=lambda _: None)
+    before = Schedule(task, store, NoJobs())
     _take(before, "ab")
     before._trainer.stop()
     for failures in (1, 2):
-        killed = Schedule(task, store, on_event=lambda _: None)
+        killed = Schedule(task, store, NoJobs())
         killed.tick()
         assert killed.plan is not None
         assert killed.plan.failures == failures
         killed._trainer.stop()
     killed.stop()
-    stopped = Schedule(task, store, on_event=lambda _: None)
+    stopped = Schedule(task, store, NoJobs())
     stopped.tick()
     stopped.stop()
     assert stopped.plan is not None
@@ -331,14 +329,14 @@ def test_failure_that_cannot_be_stored_is_one_of_the_next_start(
     training: Schedule, events: Events, task: Task, store: Store
 ) -> None:
     """The program ends, as on a full disk; the next one trains again."""
-    with _damaged_tensors(task, store):
-        _take(training, "ab")
-        failure = _end(events)
+    _take(training, "ab")
+    training._trainer._jobs.stop()
+    failure = _end(events)
     store.database.write("PRAGMA query_only = 1")
     with pytest.raises(StateError):
         training.finish(failure)
     store.database.write("PRAGMA query_only = 0")
-    again = Schedule(task, store, on_event=events.put)
+    again = Schedule(task, store, JobRunner(events.put))
     again.tick()
     assert again.plan is not None
     assert again.plan.failures == 1
@@ -372,17 +370,17 @@ def test_interrupted_round_is_closed_again(
 ) -> None:
     """The same submissions are used; later ones belong to the next round."""
     caplog.set_level(logging.INFO)
-    before = Schedule(task, store, on_event=lambda _: None)
+    before = Schedule(task, store, NoJobs())
     _take(before, "abc")
     before.stop()
     events: Events = queue.SimpleQueue()
-    after = Schedule(task, store, on_event=events.put)
+    after = Schedule(task, store, JobRunner(events.put))
     after.tick()
     assert "interrupted training resumed version=1" in caplog.text
-    finished = _end(events)
-    assert isinstance(finished.job, RoundJob)
-    assert sorted(finished.job.members) == ["a", "b"]
-    assert after.finish(finished)
+    job = after._trainer.job
+    assert isinstance(job, RoundJob)
+    assert sorted(job.members) == ["a", "b"]
+    assert after.finish(_end(events))
     (head,) = store.heads.all()
     assert sorted(store.members(head)) == ["a", "b"]
     assert sorted(store.submissions.all(task.digest)) == ["a", "b", "c"]
@@ -390,9 +388,9 @@ def test_interrupted_round_is_closed_again(
 
 def test_progress_is_stored_until_the_training_stops(training: Schedule) -> None:
     _take(training, "ab")
-    training.store_progress({"device": "cpu", "prototypes": 7})
+    training.store_progress(JobProgress(Path(), {"device": "cpu", "prototypes": 7}))
     assert progress(training) == TrainingProgress(1)
-    training.store_progress({"epoch": 4, "epochs": 15, "loss": 0.5})
+    training.store_progress(JobProgress(Path(), {"epoch": 4, "epochs": 15, "loss": 0.5}))
     assert progress(training) == TrainingProgress(1, epoch=4, epochs=15, loss=0.5)
     training.stop()
     assert progress(training) is None

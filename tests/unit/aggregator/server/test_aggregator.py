@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from aggregator.config.task_file import load_task
 from aggregator.heads.schedule import RETENTION_S
+from aggregator.job_processes import JobRunner
 from aggregator.server.aggregator import Aggregator
 from aggregator.server.device_messages import DeviceMessages
 from aggregator.server.events import Event
@@ -22,8 +23,8 @@ from aggregator.storage.background import WriteBatch
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import prepare_task
-from aggregator.training.job_processes import Finished
 from aggregator.training.jobs import Result
+from aggregator.training.trainer import Finished
 from protocol.errors import StateError, ThreadFailed
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Outgoing, Received
 from protocol.wire.codec import decode, digest_of, encode
@@ -85,8 +86,9 @@ class Bench:
         if clock is not None:
             self.store.clock = clock
         self.task = prepare_task(*load_task(write_task(folder, settings)), store=self.store)
-        broker = BrokerAddress("127.0.0.1", 1)
-        self.daemon = Aggregator(self.task, self.store, broker=broker, events=events)
+        broker, events = BrokerAddress("127.0.0.1", 1), events or queue.SimpleQueue()
+        jobs = JobRunner(events.put)
+        self.daemon = Aggregator(self.task, self.store, broker=broker, events=events, jobs=jobs)
         self.sent: list[Outgoing] = []
         self.session = cast("Any", self.daemon._publisher._session)
         self.session.send = self.sent.append
@@ -143,8 +145,8 @@ def test_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> None
     training = bench.daemon._training
     plan_head(bench.store, 1, task=bench.task.digest, members={"a": b"a"}, state="training", attempt=1)
     metrics = {"seconds": 1.0, "onnx_max_difference": 0.0}
-    training._job = job = head_job(bench.store.blobs, attempt=1)
-    bench.daemon._handle(Finished(job, Result(prototypes=1, metrics=metrics)))
+    job = head_job(bench.store.blobs, attempt=1)
+    assert not training._finish(job, Finished(Result(prototypes=1, metrics=metrics)))
     failed = training.plan
     assert failed is not None
     assert (failed.state, failed.failures) == ("planned", 1)

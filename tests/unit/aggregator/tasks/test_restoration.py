@@ -15,13 +15,13 @@ from aggregator.cluster import object_blobs
 from aggregator.cluster.object_blobs import ObjectBlobs
 from aggregator.config.task_file import load_task
 from aggregator.heads.schedule import Schedule
+from aggregator.job_processes import JobEnded, JobEvent, JobRunner
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import LostFiles
 from aggregator.tasks import restoration
 from aggregator.tasks.restoration import Restoration
 from aggregator.tasks.task_preparation import Task, prepare_task
-from aggregator.training.job_processes import Finished, Progress
 from protocol.errors import BlobLost
 from protocol.wire.codec import digest_of
 from tests.support.messages.heads import add_head
@@ -145,8 +145,8 @@ def test_training_whose_task_is_missing_succeeds_the_next_time(
     task: Task, store: Store, remote: ObjectStore
 ) -> None:
     """The program that trains reads the object store, in which the manifest is missing."""
-    events: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
-    training = Schedule(task, store, on_event=events.put)
+    events: queue.SimpleQueue[JobEvent] = queue.SimpleQueue()
+    training = Schedule(task, store, JobRunner(events.put))
     training.restoration.verify_all([task.digest])
     _harm(remote, store, task.digest, fault="missing")
     for number, devices in enumerate(("ab", "c")):
@@ -154,8 +154,8 @@ def test_training_whose_task_is_missing_succeeds_the_next_time(
             submit(training, device)
         training.tick()
         finished = events.get(timeout=300.0)
-        assert isinstance(finished, Finished)
-        assert training.finish(finished) == bool(number), finished.reason
+        assert isinstance(finished, JobEnded)
+        assert training.finish(finished) == bool(number), training.plan
     assert len(store.heads.all(task.digest)) == 1
 
 

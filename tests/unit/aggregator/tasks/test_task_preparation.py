@@ -51,8 +51,8 @@ from aggregator.tasks.task_preparation import (
     selected_columns,
 )
 from aggregator.training.head_job import run
-from aggregator.training.job_processes import Finished
 from aggregator.training.jobs import CompileJob, HeadJob, Result
+from aggregator.training.trainer import Finished
 from edge_client.graphs.backbone import open_backbone
 from protocol.errors import BackboneMismatch, ConfigError
 from protocol.models.onnx_metadata import BackboneMetadata, Block, HeadMetadata, read_metadata, to_properties
@@ -335,7 +335,7 @@ def test_killed_export_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     job = CompileJob(algorithm="fedpcl", settings={}, feature_size=16, num_classes=2, seed=0)
     store, waited = open_store(tmp_path), list[float]()
     monkeypatch.setattr(time, "sleep", waited.append)
-    killed, made = Finished(job, None, "killed", is_killed=True), Finished(job, Result(metrics={}))
+    killed, made = Finished(None, "killed", is_killed=True), Finished(Result(metrics={}))
 
     def play(*outcomes: Finished) -> Result:
         left = list(outcomes)
@@ -347,7 +347,7 @@ def test_killed_export_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match="cannot export the graphs of fedpcl: killed"):
         play(*[killed] * 4)
     with pytest.raises(ConfigError, match="differs"):
-        play(Finished(job, None, "a graph differs"))
+        play(Finished(None, "a graph differs"))
     store.close()
 
 
