@@ -19,6 +19,7 @@ import msgspec
 from aggregator.storage.blobs import open_blobs
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
+from aggregator.tasks.restoration import report_damage
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import folder_name
 from protocol.children import Child, connect, ending
@@ -78,8 +79,7 @@ class CurrentFiles:
         try:
             data = self._store.blobs.read(head.file)
         except BlobLost as error:
-            event(log, logging.ERROR, "cannot read a head's file", head=head.version, reason=error)
-            self._store.report_lost(head.file)
+            report_damage(self._task, self._store, error)
             self._finish(head, None, has_model=False)
             return
         except StateError as error:
@@ -147,8 +147,7 @@ class CurrentFiles:
 
     def _fused(self, head: HeadRecord, fused: Fused, *, is_current: bool) -> None:
         if fused.lost:
-            event(log, logging.ERROR, "cannot read a head's file", head=head.version, reason=fused.problem)
-            self._store.report_lost(fused.lost)
+            report_damage(self._task, self._store, BlobLost(fused.lost, fused.problem))
         elif fused.problem:
             event(log, logging.WARNING, "cannot write model.onnx", head=head.version, reason=fused.problem)
         if is_current:

@@ -24,7 +24,7 @@ from aggregator.storage.heads import HeadKind, HeadRecord, TrainingProgress
 from aggregator.storage.store import Store
 from aggregator.storage.sum_lists import devices_of
 from aggregator.tasks.manifests import round_manifest
-from aggregator.tasks.restoration import LostSubmissions, Restoration
+from aggregator.tasks.restoration import LostSubmissions, report_damage
 from aggregator.tasks.retention import delete_carried_submissions, delete_unneeded_blobs
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import BlobJob
@@ -71,7 +71,6 @@ class Schedule:
         self._retention_s = store.clock.now_s() + RETENTION_S
         """When blobs are deleted next, in elapsed seconds: not while devices connect after a start."""
         self._calibration = Calibration(task, store)
-        self.restoration = Restoration(task, store)
         operator = task.manifest.second_operator
         self.sum_lists = None if operator is None else SecondOperatorLists(task, store, operator)
         """The lists of a task with a second operator."""
@@ -305,7 +304,6 @@ class Schedule:
         if not self._replace(before, training, change=change):
             return False
         try:
-            self.restoration.verify(job.required_blobs(self._task.manifest), at_once=True)
             self._trainer.start(job)
         except StateError as error:
             self._finish(job, Finished(None, str(error)))
@@ -412,10 +410,10 @@ class Schedule:
                 if head is not None:
                     log_head(head, self._settings, counts_images=self._task.manifest.accepts_blocks)
                 return head is not None
-        self._ended(plan, job, finished, reason)
+        self._ended(plan, finished, reason)
         return False
 
-    def _ended(self, plan: HeadRecord, job: BlobJob, finished: Finished, reason: str) -> None:
+    def _ended(self, plan: HeadRecord, finished: Finished, reason: str) -> None:
         """Apply the end of a training without a head: it has failed, or its head could not be stored."""
         if _identity(self.plan) != _identity(plan):  # a transaction failed only to report its commit
             return
@@ -430,9 +428,9 @@ class Schedule:
         elif finished.kind == "lost":
             self._plan_without(plan, finished.lost)
         else:
-            if finished.result is None:
-                self.restoration.restore(job.required_blobs(self._task.manifest))
             self._fail(plan, reason)
+            if finished.damaged:
+                report_damage(self._task, self._store, BlobLost(bytes.fromhex(finished.damaged), reason))
 
     def _plan_without(self, plan: HeadRecord, lost: Collection[str]) -> None:
         """Repeat a training at once without submissions that are lost, of which hex digests are given."""

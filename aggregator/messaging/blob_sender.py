@@ -49,11 +49,11 @@ class BlobSender:
         publisher: Publisher,
         *,
         downloads_per_hour: int,
-        verify: Callable[[list[bytes]], None],
+        is_verified: Callable[[bytes], bool],
     ) -> None:
         self._blobs = blobs
-        self._verify = verify
-        """Raises StateError for a blob that is damaged."""
+        self._is_verified = is_verified
+        """Returns False for a blob that `verified` is called for later."""
         self._publisher = publisher
         self._downloads = TokenBuckets[tuple[str, bytes]](
             capacity=downloads_per_hour, per_s=downloads_per_hour / 3600
@@ -62,6 +62,8 @@ class BlobSender:
         self._waiting: deque[tuple[str, BlobRequest]] = deque()
         self._of_device: dict[str, list[BlobRequest]] = {}
         """Waiting requests of each device, in the same order."""
+        self._unverified: dict[bytes, list[tuple[str, BlobRequest]]] = {}
+        """Requests that wait until their blob is verified."""
         self._unreadable_s: dict[bytes, float] = {}
         """The time until which each blob that could not be read is not read again."""
         self._is_busy = False
@@ -72,7 +74,7 @@ class BlobSender:
         Returns 0, or the seconds until the device may request these bytes, if it has downloaded the blob too often.
         """
         own = self._of_device.get(device, [])
-        is_room = len(self._waiting) < MAX_REQUESTS and sum(map(_weight, own)) < MAX_DEVICE_BYTES
+        is_room = self._count() < MAX_REQUESTS and sum(map(_weight, own)) < MAX_DEVICE_BYTES
         if not is_room or any(_contains(each, request) for each in own):
             return 0.0
         bucket, now_s = (device, request.digest), time.monotonic()
@@ -82,6 +84,9 @@ class BlobSender:
         self._waiting.append((device, request))
         self._of_device.setdefault(device, []).append(request)
         return 0.0
+
+    def _count(self) -> int:
+        return len(self._waiting) + sum(map(len, self._unverified.values()))
 
     def _fraction(self, request: BlobRequest) -> float:
         size = 0
@@ -96,8 +101,24 @@ class BlobSender:
     def forget(self) -> None:
         """Drop all requests: the connection is lost, and devices repeat them."""
         self._waiting.clear()
+        self._unverified.clear()
         self._of_device.clear()
         self._is_busy = False
+
+    def verified(self, digest: bytes, *, is_readable: bool) -> None:
+        """Let the requests of a blob be answered, or drop those of one that cannot be read: devices repeat them."""
+        requests = self._unverified.pop(digest, [])
+        if is_readable:
+            self._waiting.extendleft(reversed(requests))
+            return
+        self._unreadable_s[digest] = time.monotonic() + RETRY_S
+        for device, request in requests:
+            self._answered(device, request)
+
+    def _answered(self, device: str, request: BlobRequest) -> None:
+        self._of_device[device].remove(request)
+        if not self._of_device[device]:
+            del self._of_device[device]
 
     def send(self) -> None:
         """Send a burst, unless the broker has not taken the one before."""
@@ -105,18 +126,18 @@ class BlobSender:
         burst = []
         while self._waiting and size_bytes < BURST_BYTES and not self._is_busy:
             device, request = self._waiting.popleft()
-            burst.append((device, request))
-            size_bytes += request.length
-            self._of_device[device].remove(request)
-            if not self._of_device[device]:
-                del self._of_device[device]
-        for device, request in burst:
             if time.monotonic() < self._unreadable_s.get(request.digest, 0.0):
-                continue  # the device repeats the request
+                self._answered(device, request)
+            elif not self._is_verified(request.digest):
+                self._unverified.setdefault(request.digest, []).append((device, request))
+            else:
+                self._answered(device, request)
+                burst.append((device, request))
+                size_bytes += request.length
+        for device, request in burst:
             path = self._blobs.path(request.digest)
             with reading():
                 try:
-                    self._verify([request.digest])
                     for frame in read_frames(path, request, chunk_bytes=self._publisher.chunk_bytes):
                         self._publisher.publish_to_device(device, "blk", frame)
                         self._is_busy = True

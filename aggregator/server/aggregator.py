@@ -24,9 +24,10 @@ from aggregator.server.store_view import IntakeHeads
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask, TaskPreparation
 from aggregator.storage.submissions import SubmissionRecord
+from aggregator.tasks.restoration import Verified, VerifiedFiles, heal, note_whole, report_damage
 from aggregator.tasks.retention import needed_blobs
 from aggregator.tasks.task_preparation import Task, prepare_task
-from protocol.errors import StateError, ThreadFailed
+from protocol.errors import BlobLost, StateError, ThreadFailed
 from protocol.log import event as log_event
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.own_presence import OwnPresence, require_not_replaced
@@ -80,13 +81,13 @@ class Aggregator:
             on_event=events.put,
             may_connect=store.database.may_connect,
         )
-        restoration = self._training.restoration
-        restoration.verify_all(self._releases.served)
+        heal(task, store, self._releases.served)
+        self._files = VerifiedFiles(store.blobs, events.put)
         self._blob_sender = BlobSender(
             store.blobs,
             self._publisher,
             downloads_per_hour=task.file.limits.downloads_per_hour,
-            verify=restoration.verify,
+            is_verified=self._files.is_verified,
         )
         self._announcements = Announcements(
             task=task,
@@ -96,7 +97,7 @@ class Aggregator:
             uploads=self._uploads,
             training=self._training,
             releases=self._releases,
-            restoration=restoration,
+            files=self._files,
         )
         self._intake = MessageIntake(
             store,
@@ -157,6 +158,23 @@ class Aggregator:
 
     def _handle(self, event: Event) -> None:
         match event:
+            case JobProgress():
+                self._training.store_progress(event)
+            case JobEnded():
+                if self._training.finish(event):
+                    # The round's tensors are served before devices know of them.
+                    self._update_releases(at_once=True)
+            case Verified():
+                self._verified(event)
+            case ThreadFailed():
+                raise event
+            case Stop():
+                self._is_stopped = True
+            case _:
+                self._handle_session(event)
+
+    def _handle_session(self, event: mqtt.Event) -> None:
+        match event:
             case mqtt.Connected():
                 self._connected(event)
             case mqtt.Disconnected(reason=reason, retry_s=retry_s, repeated=repeated, broker=broker):
@@ -169,16 +187,18 @@ class Aggregator:
                 log_event(log, level, "publication refused by the broker", topic=topic, reason=reason)
             case mqtt.Drained():
                 self._blob_sender.drained()
-            case JobProgress():
-                self._training.store_progress(event)
-            case JobEnded():
-                if self._training.finish(event):
-                    # The round's tensors are served before devices know of them.
-                    self._update_releases(at_once=True)
-            case ThreadFailed():
-                raise event
-            case Stop():
-                self._is_stopped = True
+
+    def _verified(self, verified: Verified) -> None:
+        """Send a file that was read as a whole; raises StateError for one that the next start writes again."""
+        self._files.take(verified)
+        self._blob_sender.verified(verified.digest, is_readable=verified.problem is None)
+        if verified.problem is None:
+            note_whole(self._store, verified.digest)
+        elif isinstance(verified.problem, BlobLost):
+            report_damage(self._task, self._store, verified.problem)
+        else:
+            text = "cannot read a file that devices need"
+            log_event(log, logging.ERROR, text, reason=verified.problem)
 
     def _connected(self, event: mqtt.Connected) -> None:
         self._publisher.chunk_bytes = chunk_bytes(event.max_packet_bytes)
@@ -199,7 +219,6 @@ class Aggregator:
         self._releases.write_files()
         self._store.clock.keep()
         self._training.tick()
-        self._training.restoration.tick()
         if (lists := self._training.sum_lists) is not None and (due := lists.request()) is not None:
             self._publisher.request_sum(due)
         for device, request in self._training.lost.requests():

@@ -17,7 +17,7 @@ from aggregator.messaging.publisher import Publisher
 from aggregator.storage.devices import UNKNOWN_DEVICE
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask
-from aggregator.tasks.restoration import Restoration
+from aggregator.tasks.restoration import VerifiedFiles
 from aggregator.tasks.task_preparation import Task
 from protocol.errors import ConfigError, MalformedMessage, StateError
 from protocol.log import event
@@ -45,7 +45,7 @@ class Announcements:
     """The intake, which is stopped when a release number cannot be stored."""
     training: Schedule
     releases: Rollout
-    restoration: Restoration
+    files: VerifiedFiles
     is_connected: bool = field(default=False, init=False)
     """The broker is connected."""
     _published: dict[FleetChannel, bytes] = field(default_factory=dict, init=False)
@@ -67,21 +67,9 @@ class Announcements:
         """Publish everything to a broker that was just connected."""
         self.is_connected = True
         self._publish("task")
-        self.open_round()
+        self._publish("round")
         self._publish("head")
         self.publisher.publish_presence()
-
-    def open_round(self) -> None:
-        """Publish the open round, and broadcast its tensors once; without rounds, clear the topic."""
-        self._publish("round")
-        manifest = self.training.round
-        if manifest is not None and self.is_connected and manifest.number != self._broadcast_round:
-            with reading():
-                self.restoration.verify([manifest.tensors.digest])
-                path = self.store.blobs.path(manifest.tensors.digest)
-                with state_errors(path):
-                    self.publisher.broadcast(path.read_bytes())
-            self._broadcast_round = manifest.number
 
     def repeat_round(self) -> None:
         """Publish the open round again, as a device asks for it by an upload, but not for each one."""
@@ -90,8 +78,17 @@ class Announcements:
             self._publish("round")
 
     def publish_new_round(self) -> None:
+        """Publish the open round if it is another one, and broadcast its tensors once."""
         if self.training.round != self._round:
-            self.open_round()
+            self._publish("round")
+        manifest = self._round
+        if manifest is None or not self.is_connected or manifest.number == self._broadcast_round:
+            return
+        if self.files.is_verified(digest := manifest.tensors.digest):
+            self._broadcast_round = manifest.number
+            path = self.store.blobs.path(digest)
+            with reading(), state_errors(path):
+                self.publisher.broadcast(path.read_bytes())
 
     def publish_new_head(self) -> None:
         if self.releases.manifest != self._head:

@@ -5,6 +5,7 @@ import queue
 from dataclasses import dataclass
 
 from aggregator.job_processes import JobEvent
+from aggregator.tasks.restoration import Verified
 from protocol.mqtt import reconnecting_session as mqtt
 
 TICK_S = 0.5
@@ -20,7 +21,7 @@ class Stop:
     """The program that runs the aggregator wants it to end."""
 
 
-Event = mqtt.Event | JobEvent | Stop
+Event = mqtt.Event | JobEvent | Verified | Stop
 Events = queue.SimpleQueue[Event]
 
 

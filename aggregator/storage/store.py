@@ -13,7 +13,7 @@ from aggregator.storage.changes import newest_change
 from aggregator.storage.counted_submissions import CountedSubmissions
 from aggregator.storage.devices import REVOKED, DeviceKeys, Devices, ForgottenDevices, Quarantine, Refusals
 from aggregator.storage.heads import Evaluations, HeadRecord, Heads, OperatorCommands
-from aggregator.storage.stored_values import LostFiles, ServedTask, TaskPreparation
+from aggregator.storage.stored_values import ServedTask, TaskPreparation
 from aggregator.storage.submissions import Submissions
 from aggregator.storage.usage import Usages
 from protocol.errors import StateError
@@ -124,13 +124,6 @@ class Store:
                 *(device, digest, device, digest),
             )
         )
-
-    def report_lost(self, digest: bytes) -> None:
-        """Report a blob that is missing or damaged: the aggregator restores it; raises StateError."""
-        with self.transaction():
-            known = self.facts.get(LostFiles) or LostFiles(())
-            if digest.hex() not in known.digests:
-                self.facts.put(LostFiles((*known.digests, digest.hex())))
 
     def put_blob(self, data: bytes, name: str) -> BlobRef:
         return BlobRef(digest=self.blobs.put(data), size_bytes=len(data), name=name)

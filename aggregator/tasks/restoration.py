@@ -1,128 +1,138 @@
-"""Stored files that are missing or damaged: what devices and trainings need is written again.
+"""Files that are missing or damaged: a start writes them again if it can.
 
 A submission that the disk has lost counts no longer, and its device is asked for it again.
 """
 
 import contextlib
 import logging
+import queue
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
+from aggregator.storage.blobs import Blobs
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import LostFiles
 from aggregator.tasks.retention import needed_blobs
 from aggregator.tasks.task_preparation import Task, prepare_task
-from protocol.errors import BlobLost, ProtofleetError, StateError
+from protocol.errors import BlobLost, StateError, ThreadFailed
 from protocol.log import event
 from protocol.storage.blobstore import file_digest
+from protocol.threads import start_thread
 from protocol.wire.messages import Receipt
 
 log = logging.getLogger(__name__)
 
-
 VERIFY_S = 60.0
-"""Seconds for which a verified file is used without being read as a whole again, and a lost one counts as lost."""
-
-MAX_EXPORT_PAUSE_S = 3600.0
-"""The most seconds between exports that do not restore a blob; the pause is VERIFY_S at first, and doubles."""
-
-POLL_S = 1.0
-"""Seconds between queries for reported blobs."""
+"""Seconds for which a verified file is sent without being read as a whole again."""
 
 
-class Restoration:
-    """Verifies the blobs of a task, and writes them again."""
+def heal(task: Task, store: Store, digests: Collection[bytes]) -> None:
+    """Write the files again that are missing or damaged, from copies or as a start does; `status` shows lost ones.
 
-    def __init__(self, task: Task, store: Store) -> None:
-        self._task = task
-        self._store = store
+    Raises StateError if they cannot be read or written.
+    """
+    known = map(bytes.fromhex, _lost(store))
+    damaged = [digest for digest in {*digests, *known} if not store.blobs.is_whole(digest)]
+    for digest in damaged:
+        event(log, logging.ERROR, "file missing or damaged on disk", digest=digest)
+        _copy_back(store, digest)
+    if any(digest not in store.blobs for digest in {*task.blobs, task.digest}.intersection(damaged)):
+        prepare_task(task.file, task.backbone_files, store=store)
+    lost = [digest for digest in damaged if digest not in store.blobs]
+    for digest in damaged:
+        if digest in lost:
+            event(log, logging.ERROR, "file lost: devices or trainings need it", digest=digest)
+        else:
+            text = "file restored: check the disk or the object store"
+            event(log, logging.WARNING, text, digest=digest)
+    _put_lost(store, {digest.hex() for digest in lost})
+
+
+def _copy_back(store: Store, digest: bytes) -> None:
+    folder = store.folder
+    for copy in (store.blobs.path(digest), folder / "head.onnx", *folder.glob("training/*/*")):
+        with contextlib.suppress(StateError):
+            if file_digest(copy) == digest:
+                store.put_file(copy)
+                return
+
+
+def report_damage(task: Task, store: Store, error: BlobLost) -> None:
+    """End the program because of a missing or damaged file, unless it is known as lost, or nothing needs it.
+
+    Raises:
+        StateError: the next start is to write it again.
+    """
+    known, digest = _lost(store), error.digest
+    if digest.hex() not in known and digest in needed_blobs(task, store):
+        _put_lost(store, known | {digest.hex()})
+        raise StateError(f"{error}: the next start writes it again, if it can")
+    event(log, logging.ERROR, "cannot read a file", reason=error)
+
+
+def note_whole(store: Store, digest: bytes) -> None:
+    """Take note of a file that is whole, which was lost perhaps."""
+    _put_lost(store, _lost(store) - {digest.hex()})
+
+
+def _lost(store: Store) -> set[str]:
+    return set((store.facts.get(LostFiles) or LostFiles(())).digests)
+
+
+def _put_lost(store: Store, digests: set[str]) -> None:
+    if digests != _lost(store):
+        store.facts.put(LostFiles(tuple(sorted(digests))))
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A file was read as a whole: it is what its digest says, or `problem` says why it cannot be used."""
+
+    digest: bytes
+    problem: StateError | None = None
+
+
+class VerifiedFiles:
+    """The files that devices download, each verified at most `VERIFY_S` before it is sent.
+
+    A thread reads them: a backbone may have hundreds of megabytes. `on_event` gets what it has found.
+    """
+
+    def __init__(self, blobs: Blobs, on_event: Callable[[Verified | ThreadFailed], None]) -> None:
+        self._blobs = blobs
+        self._on_event = on_event
         self._verified_s: dict[bytes, float] = {}
-        """The time until which each blob counts as verified."""
-        self._lost_s: dict[bytes, float] = {}
-        """The time until which each lost blob counts as lost."""
-        self._exports: dict[bytes, tuple[float, float]] = {}
-        """The time of the next export for each lost blob, and the pause after that one, seconds."""
-        self._poll_s = 0.0
-        store.facts.delete(LostFiles)
+        """The time until which each file counts as verified."""
+        self._unread = set[bytes]()
+        """Files that the thread is to read."""
+        self._queue = queue.SimpleQueue[bytes]()
+        start_thread(self._verify, name="verify", on_failure=on_event)
 
-    def verify(self, digests: Iterable[bytes], *, at_once: bool = False) -> None:
-        """Verify the files that this program reads, and restore those that are missing or damaged.
-
-        With `at_once`, also those that were verified, or found lost, a short time ago.
-
-        Raises:
-            BlobLost: one cannot be restored.
-            StateError: one cannot be read or written.
-        """
-        for digest in digests:
-            now_s = time.monotonic()
-            if now_s < self._lost_s.get(digest, 0.0) and not at_once:
-                raise BlobLost(digest, f"blob {digest.hex()} is lost")
-            if now_s >= self._verified_s.get(digest, 0.0) or at_once:
-                try:
-                    self._store.blobs.verified_path(digest)
-                except BlobLost as error:
-                    event(log, logging.ERROR, "blob missing or damaged on disk", reason=error)
-                    self.restore([digest])
-                    self._store.blobs.verified_path(digest)
-                self._verified_s[digest] = now_s + VERIFY_S
-
-    def verify_all(self, digests: Iterable[bytes]) -> None:
-        """Verify blobs now; `status` shows those that cannot be restored."""
-        for digest in digests:
-            with contextlib.suppress(StateError):
-                self.verify([digest], at_once=True)
-
-    def tick(self) -> None:
-        """Restore what was reported, and try again what could not be restored; raises StateError."""
-        if time.monotonic() < self._poll_s:
-            return
-        self._poll_s = time.monotonic() + POLL_S
-        if (reported := self._store.facts.get(LostFiles)) is not None:
-            self.restore(map(bytes.fromhex, reported.digests))
-
-    def restore(self, digests: Iterable[bytes]) -> None:
-        """Write blobs again that are missing or damaged; `status` shows lost ones.
-
-        Raises StateError if the database cannot be used.
-        """
-        for digest in digests:
-            if time.monotonic() < self._lost_s.get(digest, 0.0):
-                continue
-            try:
-                is_whole = self._store.blobs.is_whole(digest) or self._is_written_again(digest)
-            except ProtofleetError as error:  # such as a backbone whose file was deleted
-                is_whole = False
-                event(log, logging.ERROR, "cannot restore a blob: retrying", digest=digest, reason=error)
-            if is_whole or digest not in needed_blobs(self._task, self._store):  # a head that was replaced
-                self._lost_s.pop(digest, None)
-                self._exports.pop(digest, None)
-                continue
-            if digest not in self._lost_s:
-                event(log, logging.ERROR, "file lost: devices or trainings need it", digest=digest)
-            self._lost_s[digest] = time.monotonic() + VERIFY_S
-        lost = LostFiles(tuple(sorted(digest.hex() for digest in self._lost_s)))
-        if lost != (self._store.facts.get(LostFiles) or LostFiles(())):
-            self._store.facts.put(lost)
-
-    def _is_written_again(self, digest: bytes) -> bool:
-        """Write a blob again, from a copy of it or as at the start; return False if it is lost."""
-        folder = self._store.folder
-        for copy in (self._store.blobs.path(digest), folder / "head.onnx", *folder.glob("training/*/*")):
-            with contextlib.suppress(StateError):
-                if file_digest(copy) == digest:
-                    self._store.put_file(copy)
-                    break
-        task, now_s = self._task, time.monotonic()
-        next_s, pause_s = self._exports.get(digest, (now_s, VERIFY_S))
-        is_due = digest in {task.digest, *task.blobs} and now_s >= next_s
-        if is_due and not self._store.blobs.is_whole(digest):
-            self._exports[digest] = (now_s + pause_s, min(2 * pause_s, MAX_EXPORT_PAUSE_S))
-            prepare_task(task.file, task.backbone_files, store=self._store)
-        if self._store.blobs.is_whole(digest):
-            event(log, logging.WARNING, "blob restored: check the disk or the object store", digest=digest)
+    def is_verified(self, digest: bytes) -> bool:
+        """Return True if a file can be sent; otherwise it is read now, and `Verified` follows."""
+        if time.monotonic() < self._verified_s.get(digest, 0.0):
             return True
+        if digest not in self._unread:
+            self._unread.add(digest)
+            self._queue.put(digest)
         return False
+
+    def take(self, verified: Verified) -> None:
+        """Take note of what the thread has found."""
+        self._unread.discard(verified.digest)
+        if verified.problem is None:
+            self._verified_s[verified.digest] = time.monotonic() + VERIFY_S
+
+    def _verify(self) -> None:
+        while True:
+            digest = self._queue.get()
+            try:
+                self._blobs.verified_path(digest)
+            except StateError as error:
+                self._on_event(Verified(digest, error))
+            else:
+                self._on_event(Verified(digest))
 
 
 REQUEST_S = 30.0

@@ -78,14 +78,9 @@ class BlobJob(Job, frozen=True, kw_only=True):
         """GPUs that the job reserves on a cluster."""
         return 0
 
-    def required_blobs(self, manifest: TaskManifest) -> list[bytes]:
-        """Return the digests of the blobs without which the job fails, apart from submissions."""
-        del manifest
-        return [bytes.fromhex(self.task)]
-
     def blobs(self, manifest: TaskManifest) -> list[bytes]:
-        """Return the digests of all blobs that the job reads; it can do without the backbones."""
-        return [*self.required_blobs(manifest), *(backbone.digest for backbone in manifest.backbones)]
+        """Return the digests of the blobs that the job reads; it can do without the backbones."""
+        return [bytes.fromhex(self.task), *(backbone.digest for backbone in manifest.backbones)]
 
     def manifest(self, blobs: Blobs) -> TaskManifest:
         return decode(blobs.read(bytes.fromhex(self.task)), TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
@@ -205,10 +200,10 @@ class NoisySumsJob(CollectionJob, frozen=True, kw_only=True, tag="noisy-sums"):
     def files(self) -> tuple[str, ...]:
         return (*super().files, *((TOTAL_FILE,) if self.masks else ()))
 
-    def required_blobs(self, manifest: TaskManifest) -> list[bytes]:
+    def blobs(self, manifest: TaskManifest) -> list[bytes]:
         maps = [] if manifest.statistics is None else [manifest.statistics.map.digest]
         sums = map(bytes.fromhex, filter(None, (self.masks, self.total)))
-        return [*super().required_blobs(manifest), *maps, *sums]
+        return [*super().blobs(manifest), *maps, *sums]
 
 
 class RoundJob(SubmissionsJob, frozen=True, kw_only=True, tag="round"):
@@ -231,10 +226,10 @@ class RoundJob(SubmissionsJob, frozen=True, kw_only=True, tag="round"):
     def files(self) -> tuple[str, ...]:
         return (*super().files, TENSORS_FILE)
 
-    def required_blobs(self, manifest: TaskManifest) -> list[bytes]:
+    def blobs(self, manifest: TaskManifest) -> list[bytes]:
         program = manifest.program
         graphs = [] if program is None else [program.init.digest, program.head.digest]
-        return [*super().required_blobs(manifest), bytes.fromhex(self.tensors), *graphs]
+        return [*super().blobs(manifest), bytes.fromhex(self.tensors), *graphs]
 
 
 class CalibrationJob(BlobJob, frozen=True, kw_only=True, tag="calibration"):
@@ -252,8 +247,8 @@ class CalibrationJob(BlobJob, frozen=True, kw_only=True, tag="calibration"):
     novelty: tuple[float, ...] = ()
     """Held-out images in each bin of novelty; empty if the head has none."""
 
-    def required_blobs(self, manifest: TaskManifest) -> list[bytes]:
-        return [*super().required_blobs(manifest), bytes.fromhex(self.head)]
+    def blobs(self, manifest: TaskManifest) -> list[bytes]:
+        return [*super().blobs(manifest), bytes.fromhex(self.head)]
 
 
 class CompileJob(Job, frozen=True, kw_only=True, tag="compile"):
@@ -326,6 +321,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A list that cannot be used, submissions that are lost, or anything else."""
     lost: tuple[str, ...] = ()
     """Hex digests of the lost submissions."""
+    damaged: str = ""
+    """Hex digest of another file that is missing or damaged."""
 
 
 def failure_of(job: Job, blobs: Blobs, error: ProtofleetError) -> Failure:
@@ -333,7 +330,10 @@ def failure_of(job: Job, blobs: Blobs, error: ProtofleetError) -> Failure:
     if isinstance(error, BlobLost) and isinstance(job, SubmissionsJob):
         # Reading has moved damaged ones to another folder.
         lost = tuple(digest for digest in job.members.values() if bytes.fromhex(digest) not in blobs)
-        return Failure(reason=str(error), kind="lost" if lost else "error", lost=lost)
+        if lost:
+            return Failure(reason=str(error), kind="lost", lost=lost)
+    if isinstance(error, BlobLost):
+        return Failure(reason=str(error), damaged=error.digest.hex())
     return Failure(reason=str(error), kind="list" if isinstance(error, ListUnusable) else "error")
 
 

@@ -33,6 +33,8 @@ class Finished:
     kind: Literal["error", "lost", "list"] = "error"
     lost: tuple[str, ...] = ()
     """Hex digests of lost submissions, as in `Failure`."""
+    damaged: str = ""
+    """Hex digest of another lost file, as in `Failure`."""
     is_killed: bool = False
     """True if a signal has ended it, not an error of its own."""
 
@@ -118,7 +120,7 @@ def finished(ended: JobEnded) -> Finished:
         is_killed = ended.code < 0 and not ended.problem
         return Finished(None, ended.problem or _reason(ended), is_killed=is_killed)
     if isinstance(result, Failure):
-        return Finished(None, result.reason, kind=result.kind, lost=result.lost)
+        return Finished(None, result.reason, kind=result.kind, lost=result.lost, damaged=result.damaged)
     return Finished(result)
 
 

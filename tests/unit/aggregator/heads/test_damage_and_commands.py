@@ -218,7 +218,6 @@ class Sums:
         self.store = store
         self.training = Schedule(test_sum_lists.SERVED, store, NoJobs())
         self.training._trainer = self.trainer = Mock()
-        self.training.restoration = Mock()
         assert self.training.sum_lists is not None
         self.world.lists = self.training.sum_lists
 

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import queue
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -27,6 +26,7 @@ from aggregator.storage.store import Store
 from aggregator.storage.stored_values import LostFiles
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks import restoration
+from aggregator.tasks.restoration import heal
 from aggregator.tasks.task_preparation import Task, prepare_task
 from aggregator.training.jobs import Result, RoundJob
 from aggregator.training.trainer import KILLED, Finished
@@ -82,18 +82,6 @@ def _end(events: Events) -> JobEnded:
     event = events.get(timeout=300.0)
     assert isinstance(event, JobEnded)
     return event
-
-
-@contextlib.contextmanager
-def _damaged_tensors(task: Task, store: Store) -> Iterator[None]:
-    """Damage the tensors of round 0 beyond restoration, which makes closing it fail."""
-    assert task.first_tensors is not None
-    blob = store.blobs.path(task.first_tensors.digest)
-    whole = blob.read_bytes()
-    blob.write_bytes(b"damaged")
-    with patch.object(restoration, "prepare_task"):
-        yield
-    blob.write_bytes(whole)
 
 
 def test_submission_is_logged_as_accepted_once_it_is_durable(
@@ -153,45 +141,53 @@ def test_stored_submissions_close_a_round(
     other.close()
 
 
-def test_failed_round_is_logged_and_retried(
+def test_damaged_file_ends_the_program_once(
     training: Schedule, events: Events, task: Task, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One log line has the reason; the round stays open, and the next submission retries it."""
-    caplog.set_level(logging.INFO)
-    with _damaged_tensors(task, store):
-        assert _take(training, "ab") == ["new", "new"]
-    assert 'closing a round failed round=0 failures=1 reason="' in caplog.text
-    assert "was damaged on disk and has been moved to" in caplog.text
+    """The start writes it again, and trains at once; of one that is lost, the training fails until it is there."""
     assert task.first_tensors is not None
-    assert store.facts.get(LostFiles) == LostFiles((task.first_tensors.digest.hex(),))
-    assert "in 10 s, with other submissions or at the next start" in caplog.text
-    assert (training.round is not None and training.round.number, store.heads.all()) == (0, [])
-    _take(training, "c")
-    assert training.finish(_end(events))
-    assert [head.devices for head in store.heads.all()] == [3]
+    blob = store.blobs.path(digest := task.first_tensors.digest)
+    whole = blob.read_bytes()
+    blob.write_bytes(b"damaged")
+    _take(training, "ab")
+    with pytest.raises(
+        StateError, match=r"was damaged on disk and has been moved to .*: the next start writes it"
+    ):
+        training.finish(_end(events))
+    assert 'closing a round failed round=0 failures=1 reason="' in caplog.text
+    assert store.facts.get(LostFiles) == LostFiles((digest.hex(),))
+    with patch.object(restoration, "prepare_task"):
+        heal(task, store, [])
+    restarted = Schedule(task, store, JobRunner(events.put))
+    restarted.tick()
+    assert not restarted.finish(_end(events))
+    assert store.facts.get(LostFiles) == LostFiles((digest.hex(),))
+    heal(task, store, [])
+    assert blob.read_bytes() == whole
+    assert store.facts.get(LostFiles) == LostFiles(())
+    restarted = Schedule(task, store, JobRunner(events.put))
+    restarted.tick()
+    assert restarted.finish(_end(events))
+    assert [head.devices for head in store.heads.all()] == [2]
 
 
 def test_damaged_files_are_restored(training: Schedule, events: Events, task: Task, store: Store) -> None:
-    """From a copy, or as the start writes them: a round closes although all that it reads was damaged."""
-    assert task.first_tensors is not None
-    digests = [task.digest, task.first_tensors.digest, task.manifest.backbones[0].digest]
-    for digest in digests:
-        store.blobs.path(digest).write_bytes(b"damaged")
-    training.restoration.verify_all(digests[2:])
+    """From a copy, or as the start writes them; what is in neither is lost."""
     _take(training, "ab")
     assert training.finish(_end(events))
+    tensors = store.heads.all()[0].tensors
+    assert tensors is not None
+    digests = [task.digest, task.manifest.backbones[0].digest, tensors.digest]
+    for digest in digests:
+        store.blobs.path(digest).write_bytes(b"damaged")
+    heal(task, store, digests)
     assert all(store.blobs.is_whole(digest) for digest in digests)
     assert len(list((store.folder / "damaged").iterdir())) == 3
     assert store.facts.get(LostFiles) is None
-    head = store.heads.all()[0]
-    assert head.tensors is not None
-    store.blobs.path(head.tensors.digest).unlink()
-    training.restoration.verify_all([head.tensors.digest])
-    assert store.facts.get(LostFiles) is None
-    store.blobs.path(head.tensors.digest).unlink()
+    store.blobs.path(tensors.digest).unlink()
     shutil.rmtree(store.folder / "training")
-    training.restoration.verify_all([head.tensors.digest])
-    assert store.facts.get(LostFiles) == LostFiles((head.tensors.digest.hex(),))
+    heal(task, store, digests)
+    assert store.facts.get(LostFiles) == LostFiles((tensors.digest.hex(),))
 
 
 def test_killed_training_is_repeated(training: Schedule, events: Events, task: Task, store: Store) -> None:

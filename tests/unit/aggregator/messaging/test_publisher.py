@@ -30,7 +30,7 @@ from aggregator.security.identity import locked_identity
 from aggregator.storage.blobs import FolderBlobs
 from aggregator.storage.open_store import open_store
 from edge_client.core.manifest_trust import ManifestTrust, verify
-from protocol.errors import BlobLost, ConfigError, ThreadFailed
+from protocol.errors import ConfigError, ThreadFailed
 from protocol.mqtt.own_presence import OwnPresence
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Received
 from protocol.storage.keyfile import read_or_make_key
@@ -131,7 +131,7 @@ class Bench:
         self.digest = blobs.put(BLOB)
         self.recorder = Recorder()
         self.sender = BlobSender(
-            blobs, cast("Any", self.recorder), downloads_per_hour=HOURLY, verify=lambda _: None
+            blobs, cast("Any", self.recorder), downloads_per_hour=HOURLY, is_verified=lambda _: True
         )
 
     def request(self, device: str, offset: int = 0, length: int = WINDOW) -> float:
@@ -204,22 +204,23 @@ def test_unreadable_blob_is_read_once_for_all_requests(
     blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An object store takes half a second to miss a blob; after a pause it is read again, which is sent then."""
-    bench, reads = Bench(blobs), list[bytes]()
-
-    def verify(digests: list[bytes]) -> None:
-        reads.extend(digests)
-        if len(reads) == 1:
-            raise BlobLost(digests[0], "missing")
-
-    bench.sender._verify = verify
+    bench, verified = Bench(blobs), set[bytes]()
+    bench.sender._is_verified = verified.__contains__
     for device in ("a", "b"):
         bench.request(device)
     assert bench.send() == []
-    assert reads == [bench.digest]
+    bench.sender.verified(bench.digest, is_readable=False)
+    assert bench.send() == []
     bench.request("a")
+    assert bench.send() == []
     later_s = time.monotonic() + RETRY_S
     monkeypatch.setattr(time, "monotonic", lambda: later_s)
-    assert bench.send() == [("a", 0)]
+    for device in ("a", "b"):
+        bench.request(device)
+    assert bench.send() == []
+    verified.add(bench.digest)
+    bench.sender.verified(bench.digest, is_readable=True)
+    assert bench.send() == [("a", 0), ("b", 0)]
 
 
 def test_greedy_device_delays_no_other(blobs: FolderBlobs) -> None:

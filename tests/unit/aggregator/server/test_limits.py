@@ -115,7 +115,7 @@ def test_devices_cannot_make_the_aggregator_repeat_the_round(store: Store) -> No
         uploads=parts,
         training=parts,
         releases=parts,
-        restoration=parts,
+        files=parts,
     )
     for _ in range(100):
         announcements.repeat_round()

@@ -4,14 +4,13 @@ import contextlib
 import queue
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from aggregator.cluster import object_blobs
 from aggregator.cluster.object_blobs import ObjectBlobs
 from aggregator.config.task_file import load_task
 from aggregator.heads.schedule import Schedule
@@ -19,10 +18,16 @@ from aggregator.job_processes import JobEnded, JobEvent, JobRunner
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import LostFiles
-from aggregator.tasks import restoration
-from aggregator.tasks.restoration import Restoration
+from aggregator.tasks.restoration import (
+    VERIFY_S,
+    Verified,
+    VerifiedFiles,
+    heal,
+    note_whole,
+    report_damage,
+)
 from aggregator.tasks.task_preparation import Task, prepare_task
-from protocol.errors import BlobLost
+from protocol.errors import BlobLost, StateError
 from protocol.wire.codec import digest_of
 from tests.support.messages.heads import add_head
 from tests.support.simulation.submissions import submit
@@ -57,21 +62,13 @@ def _shown(store: Store) -> set[str]:
 
 @pytest.mark.parametrize("fault", ["missing", "wrong"])
 @pytest.mark.parametrize("copies", [True, False])
-def test_reported_blob_is_written_again(
-    task: Task,
-    store: Store,
-    remote: ObjectStore,
-    fault: str,
-    *,
-    copies: bool,
-    monkeypatch: pytest.MonkeyPatch,
+def test_damaged_blob_is_written_again_at_the_start(
+    task: Task, store: Store, remote: ObjectStore, fault: str, *, copies: bool
 ) -> None:
-    """From the copy, or as at the start; what no program can make is shown as lost until it is back."""
-    monkeypatch.setattr(restoration, "VERIFY_S", 0.0)
-    monkeypatch.setattr(restoration, "POLL_S", 0.0)
-    healer, reader = Restoration(task, store), ObjectBlobs(store.blobs.location)
+    """From the copy, or as the start makes it; what no program can make is shown as lost until it is back."""
+    reader = ObjectBlobs(store.blobs.location)
     digests = [task.digest, *sorted(task.blobs - {task.manifest.program.step.digest})]  # type: ignore[union-attr]
-    healer.verify_all(digests)
+    heal(task, store, digests)
     head = store.blobs.put(b"a head")
     add_head(store, 1, task=task.digest, digest=head)
     for digest in (*digests, head):
@@ -80,83 +77,83 @@ def test_reported_blob_is_written_again(
         _harm(remote, store, digest, fault=fault)
         with pytest.raises(BlobLost):
             reader.read(digest)
-        store.report_lost(digest)
-    healer.tick()
+    heal(task, store, [*digests, head])
     assert all(reader.is_whole(digest) for digest in digests)
     assert _shown(store) == {head.hex()}
     reader.put(b"a head")
-    healer.tick()
+    heal(task, store, digests)
     assert _shown(store) == set()
 
 
-def test_deleted_blob_that_nothing_needs_is_not_lost(task: Task, store: Store) -> None:
-    """A device may have requested a head before another one replaced it."""
-    healer, head = Restoration(task, store), digest_of(b"an old head")
-    with pytest.raises(BlobLost):
-        healer.verify([head])
+def test_damage_ends_the_program_once(task: Task, store: Store) -> None:
+    """A file that is known as lost does not, nor one that nothing needs: a head that was replaced."""
+    report_damage(task, store, BlobLost(digest_of(b"an old head"), "missing"))
     assert _shown(store) == set()
-    store.report_lost(head)
-    healer.tick()
-    assert _shown(store) == set()
-
-
-def test_failing_object_store_is_not_the_end_of_the_restoration(
-    task: Task, store: Store, remote: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No StateError, which would stop the intake; the blob is shown as lost, and restored once the store answers."""
-    monkeypatch.setattr(restoration, "VERIFY_S", 0.0)
-    monkeypatch.setattr(restoration, "POLL_S", 0.0)
-    healer = Restoration(task, store)
-    _harm(remote, store, task.digest, fault="missing")
-    store.report_lost(task.digest)
-    remote.status = 503
-    healer.tick()
+    with pytest.raises(StateError, match="missing: the next start writes it again, if it can"):
+        report_damage(task, store, BlobLost(task.digest, "missing"))
     assert _shown(store) == {task.digest.hex()}
+    report_damage(task, store, BlobLost(task.digest, "missing"))
+    note_whole(store, task.digest)
+    assert _shown(store) == set()
+
+
+def test_failing_object_store_is_no_lost_blob(task: Task, store: Store, remote: ObjectStore) -> None:
+    """The start fails, and is repeated."""
+    _harm(remote, store, task.digest, fault="missing")
+    remote.status = 503
+    with pytest.raises(StateError):
+        heal(task, store, [task.digest])
     remote.heal()
-    healer.tick()
+    heal(task, store, [task.digest])
     assert _shown(store) == set()
     assert store.blobs.is_whole(task.digest)
 
 
-def test_pause_between_exports_that_restore_nothing_doubles_up_to_a_limit(
-    task: Task, store: Store, remote: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An export takes the event loop; whether the blob is back is still examined each minute."""
-    now_s, exports_s = 1000.0, list[float]()
-    monkeypatch.setattr(object_blobs, "READS_S", (0.0, 0.0))
-    monkeypatch.setattr(restoration, "MAX_EXPORT_PAUSE_S", 240.0)
-    monkeypatch.setattr(restoration, "time", SimpleNamespace(monotonic=lambda: now_s))
-    monkeypatch.setattr(restoration, "prepare_task", lambda *_, **__: exports_s.append(now_s))
-    healer = Restoration(task, store)
-    manifest = store.blobs.read(task.digest)
-    store.blobs.path(task.digest).unlink(missing_ok=True)
-    _harm(remote, store, task.digest, fault="missing")
-    store.report_lost(task.digest)
-    for now_s in range(1000, 1900, 60):  # noqa: B007 - the clock's
-        healer.tick()
-    assert [later - sooner for sooner, later in pairwise(exports_s)] == [60, 120, 240, 240]
-    ObjectBlobs(store.blobs.location).put(manifest)
-    now_s += 60
-    healer.tick()
-    assert _shown(store) == set()
-
-
-def test_training_whose_task_is_missing_succeeds_the_next_time(
-    task: Task, store: Store, remote: ObjectStore
-) -> None:
+def test_training_whose_task_is_missing_names_it(task: Task, store: Store, remote: ObjectStore) -> None:
     """The program that trains reads the object store, in which the manifest is missing."""
     events: queue.SimpleQueue[JobEvent] = queue.SimpleQueue()
     training = Schedule(task, store, JobRunner(events.put))
-    training.restoration.verify_all([task.digest])
+    heal(task, store, [task.digest])
     _harm(remote, store, task.digest, fault="missing")
-    for number, devices in enumerate(("ab", "c")):
-        for device in devices:
-            submit(training, device)
-        training.tick()
-        finished = events.get(timeout=300.0)
-        assert isinstance(finished, JobEnded)
-        assert training.finish(finished) == bool(number), training.plan
-    assert len(store.heads.all(task.digest)) == 1
+    for device in "ab":
+        submit(training, device)
+    training.tick()
+    ended = events.get(timeout=300.0)
+    assert isinstance(ended, JobEnded)
+    with pytest.raises(StateError, match="the next start writes it again"):
+        training.finish(ended)
+    assert _shown(store) == {task.digest.hex()}
+    heal(task, store, [])
+    training = Schedule(task, store, JobRunner(events.put))
+    training.tick()
+    ended = events.get(timeout=300.0)
+    assert isinstance(ended, JobEnded)
+    assert training.finish(ended), training.plan
+
+
+def test_a_file_counts_as_verified_for_a_minute(
+    task: Task, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read once, however often it is asked for meanwhile, and again later; damage is reported."""
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    files = VerifiedFiles(store.blobs, events.put)
+    assert not files.is_verified(task.digest)
+    assert not files.is_verified(task.digest)
+    verified = events.get(timeout=300.0)
+    assert verified == Verified(task.digest)
+    files.take(verified)
+    assert files.is_verified(task.digest)
+    later_s = time.monotonic() + VERIFY_S
+    monkeypatch.setattr(time, "monotonic", lambda: later_s)
+    store.blobs.path(task.digest).write_bytes(b"damaged")
+    lost = digest_of(b"an old head")
+    for digest in (task.digest, lost):
+        assert not files.is_verified(digest)
+        files.take(verified := events.get(timeout=300.0))
+        assert (verified.digest, verified.problem is None) == (digest, digest == task.digest)
+    assert not files.is_verified(lost)
+    assert events.get(timeout=300.0).digest == lost
+    assert events.empty()
 
 
 def test_wrong_answers_that_pass_are_no_lost_blob(store: Store, remote: ObjectStore) -> None:
