@@ -67,7 +67,7 @@ class Announcements:
         """Publish everything to a broker that was just connected."""
         self.is_connected = True
         self._publish("task")
-        self._publish("round")
+        self.publish_round()
         self._publish("head")
         self.publisher.publish_presence()
 
@@ -78,9 +78,18 @@ class Announcements:
             self._publish("round")
 
     def publish_new_round(self) -> None:
-        """Publish the open round if it is another one, and broadcast its tensors once."""
         if self.training.round != self._round:
-            self._publish("round")
+            self.publish_round()
+        else:
+            self._broadcast_tensors()
+
+    def publish_round(self) -> None:
+        """Publish the open round; without rounds, clear the topic."""
+        self._publish("round")
+        self._broadcast_tensors()
+
+    def _broadcast_tensors(self) -> None:
+        """Broadcast the tensors of the open round once, as soon as their file is verified."""
         manifest = self._round
         if manifest is None or not self.is_connected or manifest.number == self._broadcast_round:
             return

@@ -27,10 +27,10 @@ VERIFY_S = 60.0
 """Seconds for which a verified file is sent without being read as a whole again."""
 
 
-def heal(task: Task, store: Store, digests: Collection[bytes]) -> None:
-    """Write the files again that are missing or damaged, from copies or as a start does; `status` shows lost ones.
+def heal(task: Task, store: Store, digests: Collection[bytes]) -> set[bytes]:
+    """Write the files again that are missing or damaged, from copies or as a start does; return those that are whole.
 
-    Raises StateError if they cannot be read or written.
+    `status` shows the lost ones. Raises StateError if they cannot be read or written.
     """
     known = map(bytes.fromhex, _lost(store))
     damaged = [digest for digest in {*digests, *known} if not store.blobs.is_whole(digest)]
@@ -47,6 +47,7 @@ def heal(task: Task, store: Store, digests: Collection[bytes]) -> None:
             text = "file restored: check the disk or the object store"
             event(log, logging.WARNING, text, digest=digest)
     _put_lost(store, {digest.hex() for digest in lost})
+    return set(digests).difference(lost)
 
 
 def _copy_back(store: Store, digest: bytes) -> None:
@@ -96,13 +97,20 @@ class Verified:
 class VerifiedFiles:
     """The files that devices download, each verified at most `VERIFY_S` before it is sent.
 
-    A thread reads them: a backbone may have hundreds of megabytes. `on_event` gets what it has found.
+    A thread reads them: a backbone may have hundreds of megabytes. `on_event` gets what it has found. `verified` are
+    those that were just read.
     """
 
-    def __init__(self, blobs: Blobs, on_event: Callable[[Verified | ThreadFailed], None]) -> None:
+    def __init__(
+        self,
+        blobs: Blobs,
+        on_event: Callable[[Verified | ThreadFailed], None],
+        *,
+        verified: Collection[bytes] = (),
+    ) -> None:
         self._blobs = blobs
         self._on_event = on_event
-        self._verified_s: dict[bytes, float] = {}
+        self._verified_s = dict.fromkeys(verified, time.monotonic() + VERIFY_S)
         """The time until which each file counts as verified."""
         self._unread = set[bytes]()
         """Files that the thread is to read."""

@@ -1,7 +1,6 @@
 """Jobs: one round's pooling, which needs no training framework, and the training and the calibration of a head."""
 
 import contextlib
-import os
 import shutil
 import subprocess
 import sys
@@ -50,10 +49,12 @@ from tests.support.messages.submissions import (
 WITHOUT_TORCH = """\
 import sys
 sys.modules["torch"] = None
-from aggregator.training.execution import main
-main()
+from pathlib import Path
+from aggregator.job_processes import JobOrder
+from aggregator.training.execution import run_in_folder
+run_in_folder(JobOrder(Path(sys.argv[1]), sys.argv[2], "local", 60.0), report=lambda _: None)
 """
-"""The program, on a machine that has no torch."""
+"""A job, on a machine that has no torch."""
 
 
 @dataclass
@@ -131,18 +132,14 @@ def test_order_of_members_does_not_matter(bench: Bench) -> None:
 
 
 def test_job_runs_without_torch(bench: Bench) -> None:
-    """As a program, without torch installed, it writes everything, the result last."""
+    """In a process of its own, it writes everything, the result last."""
     (bench.out / "job.json").write_bytes(msgspec.json.encode(bench.job(bench.submissions("a"))))
-    alive, held = os.pipe()
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, str(bench.out), bench.blobs.location, "local", str(alive)],
+        [sys.executable, "-c", WITHOUT_TORCH, str(bench.out), bench.blobs.location],
         capture_output=True,
         text=True,
         check=False,
-        pass_fds=(alive,),
     )
-    os.close(alive)
-    os.close(held)
     assert (done.returncode, done.stderr) == (0, "")
     assert msgspec.json.decode((bench.out / "result.json").read_bytes(), type=Result).prototypes == 2
     assert {file.name for file in bench.out.iterdir()} >= {"tensors.bin", "head.onnx", "model.onnx"}
