@@ -13,7 +13,7 @@ from aggregator.coordination.round_state import Settings, is_over
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.heads import ADAPTER_MISSING, CALIBRATED_FROM, NO_PYTORCH, HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.sum_lists import SumLists, put_sums, sums_of, with_total
+from aggregator.sums.stored_lists import add_to_total, job_fields
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import (
     HEAD_FILE,
@@ -30,14 +30,6 @@ from protocol.log import event
 from protocol.wire.messages import BlobRef
 
 log = logging.getLogger(__name__)
-
-
-def _noisy_sums_job(shared: Mapping[str, Any], lists: SumLists) -> NoisySumsJob:
-    """Return the job on the fleet's sums; with a second operator on its newest list and the total of the others."""
-    if lists.pending is None:
-        return NoisySumsJob(**shared)
-    masked = {"members": lists.pending.members, "masks": lists.pending.masks, "total": lists.total}
-    return NoisySumsJob(**{**shared, **masked}, devices=lists.summed)
 
 
 def folder_of(store: Store, job: BlobJob) -> Path:
@@ -70,7 +62,7 @@ def job_of(
         "has_novelty": task.calibrates,
     }
     if task.manifest.differential_privacy is not None:
-        return _noisy_sums_job(shared, sums_of(store.facts, task.digest))
+        return NoisySumsJob(**shared | job_fields(store.facts, task.digest))
     if (rows := task.feature_map) is not None:
         return StatisticsJob(
             **shared,
@@ -108,7 +100,7 @@ def store_head(task: Task, store: Store, plan: HeadRecord, job: BlobJob, result:
         if not is_running(store, plan):
             return None
         if total is not None:
-            put_sums(store.facts, with_total(sums_of(store.facts, task.digest), total.digest))
+            add_to_total(store.facts, task.digest, total.digest)
         before = store.heads.newest(task.digest)
         if before is not None and before.quarantined:  # only the newest head's are needed
             store.heads.put(replace(before, quarantined={}))

@@ -5,15 +5,13 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from msgspec import structs
-
 from aggregator.coordination.canary_rollout import commanded, named_head
 from aggregator.coordination.rollout_state import CommandKind, HeadCommand, RefuseCommand, State
 from aggregator.storage.devices import REVOKED, ForgottenDevice
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask
-from aggregator.storage.sum_lists import devices_of, put_sums, sums_of_tasks
+from aggregator.sums.stored_lists import devices_of, drop_requests, opened_tasks, sums_of
 from protocol.errors import BlobLost, ConfigError
 
 OUTCOME_TIMEOUT_S = 10.0
@@ -102,8 +100,8 @@ def forget(store: Store, device: str) -> list[str]:
         StateError: the state cannot be written.
     """
     with store.transaction():
-        served, lists = store.facts.get(ServedTask), sums_of_tasks(store.facts).values()
-        if any(served and each.task == served.digest and device in devices_of(each) for each in lists):
+        served = store.facts.get(ServedTask)
+        if served is not None and device in devices_of(sums_of(store.facts, served.digest)):
             raise ConfigError(
                 f"the submission of {device} is in a sum that a second operator has opened or is asked for: it cannot "
                 "be taken out. A new task is without the device; revoke it, so that it submits no more"
@@ -114,15 +112,13 @@ def forget(store: Store, device: str) -> list[str]:
             raise ConfigError(
                 f"no submission of {device!r} is stored: `aggregator status` lists the devices that have submitted"
             )
-        summed = {each.task for each in lists if device in each.devices}
+        summed = opened_tasks(store.facts, device)
         for task in digests.keys() - summed:  # a head of opened sums cannot be made again
             head = _newest_with(store, device, newest.get(task))
             if head and store.heads.rollout(task).current <= head:  # also if it is not the newest
                 head = newest[task].version
             store.forgotten.put(task, ForgottenDevice(device, head, time.time()))
-        for each in lists:
-            if each.pending is not None and device in each.pending.members:
-                put_sums(store.facts, structs.replace(each, pending=None))
+        drop_requests(store.facts, device=device)
         store.submissions.delete(device)
         store.evaluations.delete_device(device)
         store.devices.delete_info(device)

@@ -18,11 +18,10 @@ from aggregator.heads.calibration import Calibration
 from aggregator.heads.head_rate import log_limit, wait_s
 from aggregator.heads.next_head import job_of, log_head, store_head
 from aggregator.heads.open_collection import open_collection
-from aggregator.heads.sum_lists import SecondOperatorLists
 from aggregator.job_processes import JobEnded, JobProgress, Jobs
 from aggregator.storage.heads import HeadKind, HeadRecord, TrainingProgress
 from aggregator.storage.store import Store
-from aggregator.storage.sum_lists import devices_of
+from aggregator.sums.second_operator import sums_for
 from aggregator.tasks.manifests import round_manifest
 from aggregator.tasks.restoration import LostSubmissions, report_damage
 from aggregator.tasks.retention import delete_carried_submissions, delete_unneeded_blobs
@@ -62,18 +61,14 @@ class Schedule:
         """When it may be counted again (elapsed seconds)."""
         self._compared = b"", -1, False
         """The submissions of a failed training, the number of the change, and whether others count by then."""
-        self._asked = b"", -1
-        """The submissions and failures of the plan for which the second operator's lists were looked at."""
-        self._too_few_at = -1
-        """The number of the change at which too few devices were in no sum."""
+        self._nothing_at = -1
+        """The number of the change at which no head could be planned."""
         self._logged = 0
         """The devices of the open collection that the log names."""
         self._retention_s = store.clock.now_s() + RETENTION_S
         """When blobs are deleted next, in elapsed seconds: not while devices connect after a start."""
         self._calibration = Calibration(task, store)
-        operator = task.manifest.second_operator
-        self.sum_lists = None if operator is None else SecondOperatorLists(task, store, operator)
-        """The lists of a task with a second operator."""
+        self.sums = sums_for(task.expectation, store, fleet=task.file.fleet)
         self._trainer = Trainer(
             store.folder / "training",
             jobs,
@@ -189,7 +184,7 @@ class Schedule:
             settings=self._settings,
         )
         match decision:
-            case "plan" if self._too_few_at != self._change:
+            case "plan" if self._nothing_at != self._change:
                 if (plan := self._plan(plan)) is not None:
                     self._train(plan)
             case "train" if plan is not None:
@@ -237,12 +232,12 @@ class Schedule:
         """Return True if a training has failed, and other submissions count by now."""
         if plan.state == "training" or not plan.failures:
             return False
-        if self.sum_lists is not None and (pending := self.sum_lists.stored.pending) and not pending.problem:
-            return False  # its submissions stay the same, whatever their devices do meanwhile
+        if self.sums.is_requested:
+            return False
         if self._compared[:2] != (plan.members, self._change):
             opened = self._store.submissions_of(self._task.digest, self._settings)
-            counting = opened.members(self._collection.version)
-            self._compared = plan.members, self._change, counting != self._store.members(plan)
+            members = self.sums.members(opened.members(self._collection.version))
+            self._compared = plan.members, self._change, members != self._store.members(plan)
         return self._compared[2]
 
     def _plan(self, before: HeadRecord | None) -> HeadRecord | None:
@@ -253,8 +248,10 @@ class Schedule:
         task = self._task.digest
         with self._store.snapshot():
             change, version = self._store.newest_change(), self.version
-            members = self._store.submissions_of(task, self._settings).members(version)
+            counting = self._store.submissions_of(task, self._settings).members(version)
+            members = self.sums.members(counting)
         if not members:
+            self._nothing_at = change
             return None
         plan = replace(
             before or HeadRecord(task=task, version=version + 1, kind=self._kind),
@@ -267,6 +264,8 @@ class Schedule:
         with self._store.transaction():
             if self._store.newest_change() != change:
                 return None
+            for device in counting.keys() - members.keys():  # they belong to a later head
+                self._store.submissions.count_again(device)
             self._store.heads.put(plan)
         return plan
 
@@ -277,12 +276,16 @@ class Schedule:
         return "training" if self._task.manifest.differential_privacy is None else "sum"
 
     def _train(self, plan: HeadRecord) -> None:
-        """Start the training of a planned head."""
-        if self.sum_lists is not None:
-            summed = self._summed(self.sum_lists, plan)
-            if summed is None:
+        """Start the training of a planned head, unless it waits for its sums."""
+        try:
+            if not self.sums.ready(plan):
                 return
-            plan = summed
+        except BlobLost as error:
+            self._plan_without(plan, {error.digest.hex()})
+            return
+        except StateError as error:
+            self._fail(plan, str(error))
+            return
         members = self._store.members(plan)
         training = replace(
             plan,
@@ -309,54 +312,11 @@ class Schedule:
             self._finish(job, Finished(None, str(error)))
         return True
 
-    def _summed(self, lists: SecondOperatorLists, plan: HeadRecord) -> HeadRecord | None:
-        """Return the plan of the devices whose sum the second operator has opened; None while it has not.
-
-        With too few new devices, nothing is planned until there are more. A device that is in no list yet belongs to a
-        later head.
-        """
-        if self._asked == (plan.members, plan.failures) and not lists.is_opened:
-            return None
-        self._asked = plan.members, plan.failures
-        members = self._store.members(plan)
-        try:
-            is_open = lists.is_open(members)
-        except BlobLost as error:
-            self._plan_without(plan, {error.digest.hex()})
-            return None
-        except StateError as error:
-            self._fail(plan, str(error))
-            return None
-        if not is_open:
-            if lists.stored.pending is None:
-                with self._store.transaction():
-                    is_latest = self._store.newest_change() == self._change
-                    self._store.heads.delete(plan.task, plan.version)
-                    self._too_few_at = self._store.newest_change() if is_latest else -1
-            return None
-        listed = devices_of(lists.stored)
-        later = [device for device in members if device not in listed]
-        if later:
-            plan = replace(
-                plan, members=self._store.put_members({d: members[d] for d in members if d in listed})
-            )
-            plan = replace(plan, devices=len(members) - len(later))
-            with self._store.transaction():
-                for device in later:
-                    self._store.submissions.count_again(device)
-                self._store.heads.put(plan)
-        return plan
-
     def take_sum(self, payload: bytes) -> None:
-        """Take a frame of the second operator's reply; the training that waits for it starts at the next tick.
-
-        A refused list has failed: it is requested again later, or at once without a device that was revoked.
-        """
-        if self.sum_lists is None or not self.sum_lists.take(payload) or (plan := self.plan) is None:
-            return
-        pending = self.sum_lists.stored.pending
-        if pending is not None and pending.problem and plan.state == "planned":
-            self._fail(plan, f"the second operator opens no sum: {pending.problem}")
+        """Take a frame of a reply about sums; the training that waits for it starts at the next tick."""
+        problem = self.sums.take(payload)
+        if problem and (plan := self.plan) is not None and plan.state == "planned":
+            self._fail(plan, problem)
 
     def _calibrate(self) -> None:
         """Start to make the calibrated version of the newest head if it is due.
@@ -422,8 +382,8 @@ class Schedule:
             self._calibration.postpone()
             text = "head not calibrated: it stays in use as it is"
             event(log, logging.WARNING, text, version=plan.version - 1, reason=reason)
-        elif self.sum_lists is not None and finished.kind == "list":
-            self.sum_lists.abandon(reason)
+        elif finished.kind == "list":
+            self.sums.abandon(reason)
             self._store.heads.delete(plan.task, plan.version)
         elif finished.kind == "lost":
             self._plan_without(plan, finished.lost)

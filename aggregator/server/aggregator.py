@@ -70,14 +70,12 @@ class Aggregator:
         self._uploads = Uploads(store, max_bytes=max_bytes)
         self._training = Schedule(task, store, jobs)
         self._releases = Rollout(task, store)
-        self._sum_reply = fleet_topic(fleet, "sums/reply")
-        replies = [] if self._training.sum_lists is None else [self._sum_reply]
         self._publisher = Publisher(
             broker,
             access=access,
             fleet=fleet,
             presence=presence,
-            subscriptions=[*replies, *device_filters(fleet)],
+            subscriptions=[*self._training.sums.topics, *device_filters(fleet)],
             on_event=events.put,
             may_connect=store.database.may_connect,
         )
@@ -148,7 +146,7 @@ class Aggregator:
 
     def _is_of_device(self, message: mqtt.Received) -> bool:
         """Return True for a message of a device; take note of one on the aggregator's own topics."""
-        if message.topic == self._sum_reply:
+        if message.topic in self._training.sums.topics:
             self._training.take_sum(message.payload)
             return False
         channel = self._publisher.own_topics.get(message.topic)
@@ -208,8 +206,7 @@ class Aggregator:
         fleet, task = self._task.file.fleet, self._task.digest
         log_event(log, logging.INFO, "connected to the broker", broker=event.broker, fleet=fleet, task=task)
         self._announcements.connected()
-        if self._training.sum_lists is not None:
-            self._training.sum_lists.connected()
+        self._training.sums.connected()
 
     def _tick(self) -> None:
         self._intake.tick()
@@ -221,7 +218,7 @@ class Aggregator:
         self._releases.write_files()
         self._store.clock.keep()
         self._training.tick()
-        if (lists := self._training.sum_lists) is not None and (due := lists.request()) is not None:
+        if (due := self._training.sums.request()) is not None:
             self._publisher.request_sum(due)
         for device, request in self._training.lost.requests():
             self._publisher.publish_to_device(device, "ack", request)

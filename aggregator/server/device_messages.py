@@ -30,6 +30,7 @@ from protocol.wire.messages import (
     BlobRequest,
     DeviceInfo,
     Evaluation,
+    MaskedSubmission,
     Presence,
     Reason,
     Receipt,
@@ -289,8 +290,13 @@ class DeviceMessages:
         self, device: str, submission: Submission, digest: bytes, size_bytes: int
     ) -> SubmissionRecord:
         per_class = count_rows(submission, self.task.expectation)
-        if isinstance(submission.mask, SealedMask):
-            self._check_mask(device, submission, submission.mask)
+        min_devices = masked = None
+        if isinstance(mask := submission.mask, SealedMask):
+            self._check_mask(device, submission, mask)
+            min_devices = mask.min_devices
+            masked = msgspec.msgpack.encode(
+                MaskedSubmission(device=device, sequence=submission.sequence, mask=mask)
+            )
         return SubmissionRecord(
             device=device,
             entry=round_state.Entry(submission.sequence, digest, self.store.clock.now_s(), submission.round),
@@ -298,6 +304,8 @@ class DeviceMessages:
             images=submission.images,
             prototypes=sum(per_class.values()),
             per_class=per_class,
+            min_devices=min_devices,
+            mask=masked,
         )
 
     def _check_mask(self, device: str, submission: Submission, mask: SealedMask) -> None:

@@ -10,7 +10,7 @@ from aggregator.status.devices import Device
 from aggregator.status.figures import Metric
 from aggregator.status.rows import Rows
 from aggregator.storage.devices import UnixSeconds
-from aggregator.storage.sum_lists import devices_of, sums_of
+from aggregator.sums.stored_lists import devices_of, sums_of
 from protocol.cli import counted
 
 NEARLY = 0.9

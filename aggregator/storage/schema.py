@@ -19,7 +19,8 @@ MIGRATIONS = (
     CREATE TABLE submissions (
         task BLOB NOT NULL, device TEXT NOT NULL, digest BLOB NOT NULL, changed INTEGER NOT NULL,
         sequence INTEGER NOT NULL, round INTEGER NOT NULL, received_s REAL NOT NULL, size_bytes INTEGER NOT NULL,
-        images INTEGER NOT NULL, prototypes INTEGER NOT NULL, per_class TEXT NOT NULL, PRIMARY KEY (task, device)
+        images INTEGER NOT NULL, prototypes INTEGER NOT NULL, per_class TEXT NOT NULL, min_devices INTEGER, mask BLOB,
+        PRIMARY KEY (task, device)
     ) STRICT;
     CREATE INDEX submission_digests ON submissions (device, digest, size_bytes);
     CREATE INDEX submission_changes ON submissions (task, changed);

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -11,14 +11,17 @@ from aggregator.coordination.round_state import Entry
 from aggregator.storage.changes import change
 from aggregator.storage.devices import UnixSeconds
 from protocol.storage.facts import Tables
+from protocol.wire.messages import MaskedSubmission
 
-_COLUMNS = "device, digest, sequence, round, received_s, size_bytes, images, prototypes, per_class"
+_COLUMNS = "device, digest, sequence, round, received_s, size_bytes, images, prototypes, per_class, min_devices, mask"
 
 _PUT = (
-    f"INSERT INTO submissions (task, changed, {_COLUMNS}) VALUES ({', '.join('?' * 11)}) "  # noqa: S608 - of the schema
+    f"INSERT INTO submissions (task, changed, {_COLUMNS}) VALUES ({', '.join('?' * 13)}) "  # noqa: S608 - of the schema
     f"ON CONFLICT (task, device) DO UPDATE SET changed = excluded.changed, "
     + ", ".join(f"{name} = excluded.{name}" for name in _COLUMNS.split(", ")[1:])
 )
+
+_MASK = msgspec.msgpack.Decoder(MaskedSubmission)
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,18 @@ class SubmissionRecord:
     prototypes: int
     per_class: Mapping[int, int]
     """Prototypes per class index; images, where the submission has class sums or the task accepts blocks."""
+    min_devices: int | None = None
+    """Submissions that the device wants in a sum, if it has masked its own."""
+    mask: bytes | None = None
+    """The encoded `MaskedSubmission`: what a second operator needs of it."""
+
+
+class StoredMask(NamedTuple):
+    """What a second operator needs of a submission."""
+
+    digest: bytes
+    """Of the submission."""
+    message: MaskedSubmission
 
 
 class LostSubmission(msgspec.Struct, frozen=True):
@@ -58,6 +73,7 @@ class Submissions:
             self._database.write(
                 *(_PUT, task, number, record.device, entry.digest, entry.sequence, entry.round),
                 *(entry.received_s, record.size_bytes, record.images, record.prototypes, per_class),
+                *(record.min_devices, record.mask),
             )
 
     def adopt(
@@ -109,10 +125,25 @@ class Submissions:
         return {row[0]: self._record(row) for row in self._database.read(query, *values)}
 
     def _record(self, row: tuple[Any, ...]) -> SubmissionRecord:
-        device, digest, sequence, number, received_s, size_bytes, images, prototypes, per_class = row
+        device, digest, sequence, number, received_s, size_bytes, images, prototypes, per_class, *masked = row
         entry = Entry(sequence, digest, received_s, number)
         counts = self._database.decode(per_class, dict[int, int])
-        return SubmissionRecord(device, entry, size_bytes, images, prototypes, counts)
+        return SubmissionRecord(device, entry, size_bytes, images, prototypes, counts, *masked)
+
+    def wanted_devices(self, task: bytes) -> dict[str, int]:
+        """Return how many submissions each device that has masked its own wants in a sum."""
+        return dict(
+            self._database.read(
+                "SELECT device, min_devices FROM submissions WHERE task = ? AND min_devices IS NOT NULL", task
+            )
+        )
+
+    def masked(self, task: bytes) -> dict[str, StoredMask]:
+        """Return what a second operator needs of the masked submissions to a task, by device."""
+        rows = self._database.read(
+            "SELECT device, digest, mask FROM submissions WHERE task = ? AND mask IS NOT NULL", task
+        )
+        return {device: StoredMask(digest, _MASK.decode(mask)) for device, digest, mask in rows}
 
     def deleted(self, task: bytes, *, since: int) -> frozenset[str]:
         """Return the devices whose submission was deleted after change number `since`, and is still missing."""

@@ -4,13 +4,11 @@ import contextlib
 import logging
 from collections.abc import Collection, Sequence
 
-from msgspec.structs import replace
-
 from aggregator.coordination import rollout_state, round_state
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import CompiledGraphs, NotServed
-from aggregator.storage.sum_lists import blobs_of_lists, put_sums, sums_of, sums_of_tasks
+from aggregator.sums.stored_lists import blobs_of_sums, drop_requests
 from aggregator.tasks.graph_cache import known_graphs
 from aggregator.tasks.task_preparation import Task
 from protocol.errors import BlobLost
@@ -48,7 +46,7 @@ def needed_blobs(task: Task, store: Store) -> set[bytes]:
         | digests
         | {head.members for head in named}
         | store.submissions.digests_of_other_tasks(task.digest)
-        | {digest for lists in sums_of_tasks(store.facts).values() for digest in blobs_of_lists(lists)}
+        | blobs_of_sums(store.facts)
     )
 
 
@@ -76,8 +74,7 @@ def delete_earlier_tasks(task: Task, store: Store) -> None:
                 store.submissions.delete_task(digest)
                 if (planned := store.heads.planned(digest)) is not None:
                     store.heads.delete(digest, planned.version)
-                if (lists := sums_of(store.facts, digest)).pending is not None:
-                    put_sums(store.facts, replace(lists, pending=None))
+                drop_requests(store.facts, task=digest)
                 event(log, logging.INFO, "submissions of an earlier task deleted", task=digest)
         if not expired.isdisjoint(graphs):
             kept = {key: roles for key, roles in graphs.items() if key not in expired}

@@ -187,7 +187,7 @@ class NoisySumsJob(CollectionJob, frozen=True, kw_only=True, tag="noisy-sums"):
     With a second operator, `members` are masked, and `total.bin` is the sum of theirs and of all earlier lists.
     """
 
-    module = "aggregator.training.noisy_sums_job"
+    module = "aggregator.sums.noisy_sums_job"
 
     masks: str = ""
     """Hex digest of the second operator's reply, a blob; empty without a second operator."""

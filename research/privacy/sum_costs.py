@@ -53,7 +53,7 @@ def command(
     """Measure what a list costs: the device's mask, the aggregator's sum of masked values, the second operator's sum.
 
     The devices are simulated: masked values are made one after the other, and added as the aggregator adds them. It
-    reads each submission twice, from the page cache: for the request, and in the training.
+    reads each submission twice, from the page cache: before the request, and in the training.
     """
     table, runs = Table(COLUMNS, title=f"{classes} classes, {size} values, one process each"), []
     values = released_values(classes=classes, size=size)
@@ -115,8 +115,8 @@ def _measured(folder: Path, parts: list[np.ndarray], number: int, values: int) -
         if not upload:
             stored = blobs.put(upload := _upload(hidden, mask=mask))
         start = time.perf_counter()
-        for _ in ("request", "training"):
-            read_message(blobs.read(stored))
+        blobs.read(stored)
+        read_message(blobs.read(stored))
         total += np.concatenate([part.ravel() for part in hidden])
         added_s += time.perf_counter() - start
     request = encode(SumRequest(task=bytes(32), values=values, submissions=tuple(submissions)))

@@ -15,7 +15,7 @@ from aggregator.intake.intake_status import IntakeStatus
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.heads import TrainingProgress
 from aggregator.storage.stored_values import LostFiles
-from aggregator.storage.sum_lists import put_sums, sums_of
+from aggregator.sums.stored_lists import put_sums, sums_of
 from protocol.wire.messages import BlobRef
 from protocol.wire.presence import Duplicate
 from tests.browser.conftest import OpenPage

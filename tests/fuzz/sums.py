@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from aggregator.heads.sum_lists import SecondOperatorLists
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
-from aggregator.storage.sum_lists import PendingList, SumLists, put_sums, sums_of
+from aggregator.sums.second_operator import SecondOperatorLists
+from aggregator.sums.stored_lists import PendingList, SumLists, put_sums, sums_of
 from protocol.statistics.noisy_sums import released_values
 from protocol.storage.state_folder import make_state_folder
 from protocol.wire.arrays import to_array, to_tensor
@@ -71,7 +71,7 @@ VALUES = sum(
 def _lists() -> tuple[Store, SecondOperatorLists]:
     store = open_store(Path(state_folder().name) / "lists")
     by = SecondOperator(seal_key=SEAL_KEY, sign_key=public_key(KEYS.sign_key), min_devices=3, honest=1)
-    return store, SecondOperatorLists(TASK, store, by)
+    return store, SecondOperatorLists(TASK.expectation, store, by, fleet=FLEET)
 
 
 def reply(data: bytes) -> None:
@@ -79,11 +79,11 @@ def reply(data: bytes) -> None:
     store, lists = _lists()
     put_sums(store.facts, LISTS)
     frames = frames_of(data, digest=digest_of(data), chunk_bytes=700) if data else ()
-    is_taken = [lists.take(each) for each in (data, *map(encode, frames))][-1]
+    refusal = [lists.take(each) for each in (data, *map(encode, frames))][-1]
     pending = sums_of(store.facts, TASK.digest).pending
     assert pending is not None
-    assert is_taken == bool(pending.masks or pending.problem)
-    if is_taken:
+    assert bool(refusal) == bool(pending.problem)
+    if pending.masks or pending.problem:
         taken = decode(data, SumReply, max_bytes=len(data))
         assert is_own_sum(taken, public=public_key(KEYS.sign_key), fleet=FLEET)
         assert not pending.masks or to_array(taken.masks).shape == (VALUES,)  # type: ignore[arg-type]

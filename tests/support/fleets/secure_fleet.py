@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from aggregator.storage.store import Store
-from aggregator.storage.sum_lists import sums_of
+from aggregator.sums.stored_lists import sums_of
 from edge_client.store.device_state import DeviceState
 from protocol.statistics.secure_sums import mask_of, open_seed, submission_context
 from protocol.wire.arrays import to_array

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from aggregator.storage.open_store import open_store
-from aggregator.storage.sum_lists import sums_of
+from aggregator.sums.stored_lists import sums_of
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.topics import fleet_topic
 from protocol.wire.transfer import frames_of
@@ -31,17 +31,17 @@ from tests.system.attacks.attacker_client import TrafficMonitor
 DEVICES, MIN_DEVICES = 4, 3
 REQUESTS, REPLIES = fleet_topic("default", "sums/request"), fleet_topic("default", "sums/reply")
 
-LIST = "aggregator.heads.sum_lists:SecondOperatorLists._put"
+LIST = "aggregator.sums.second_operator:SecondOperatorLists._put"
 AGGREGATOR = (
     (f"{LIST}:after", "listed"),
     ("aggregator.messaging.publisher:Publisher.request_sum:before", "listed"),
     ("aggregator.messaging.publisher:Publisher.request_sum:after", "listed"),
-    ("aggregator.heads.sum_lists:SecondOperatorLists.take:before", "listed"),
+    ("aggregator.sums.second_operator:SecondOperatorLists.take:before", "listed"),
     (f"{LIST}:before", "listed"),  # the reply
     (f"{LIST}:after", "opened"),
     ("aggregator.heads.schedule:Schedule._begin:after", "opened"),
     ("aggregator.heads.schedule:store_head:before", "opened"),
-    ("aggregator.heads.next_head:put_sums:after", "opened"),  # in the transaction that stores the head
+    ("aggregator.heads.next_head:add_to_total:after", "opened"),  # in the transaction that stores the head
     ("aggregator.heads.schedule:store_head:after", "a head"),
 )
 """Where the aggregator is killed, in this order, and what is stored afterwards."""

@@ -13,7 +13,7 @@ from aggregator.heads.operator_commands import forget
 from aggregator.intake.validation import read_message
 from aggregator.security.identity import revoke_key
 from aggregator.storage.open_store import open_store
-from aggregator.storage.sum_lists import sums_of
+from aggregator.sums.stored_lists import sums_of
 from protocol.errors import ConfigError
 from protocol.statistics.noisy_sums import UNITS
 from protocol.storage.keyfile import read_key

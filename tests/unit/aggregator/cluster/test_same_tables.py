@@ -3,9 +3,9 @@
 import inspect
 from types import ModuleType
 
-from tests.unit.aggregator.heads import test_sum_lists
 from tests.unit.aggregator.server import test_message_intake
 from tests.unit.aggregator.storage import test_devices, test_store
+from tests.unit.aggregator.sums import test_second_operator
 
 FIXTURES = {"store", "world", "database_url"}
 """Those that depend on the database."""
@@ -21,5 +21,5 @@ def _tests(module: ModuleType) -> dict[str, object]:
     }
 
 
-for _module in (test_devices, test_store, test_message_intake, test_sum_lists):
+for _module in (test_devices, test_store, test_message_intake, test_second_operator):
     globals().update(_tests(_module))

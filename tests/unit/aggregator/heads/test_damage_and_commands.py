@@ -4,10 +4,9 @@ import queue
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
-from msgspec import structs
 
 from aggregator.config.task_file import load_task
 from aggregator.coordination.round_state import Entry
@@ -21,20 +20,15 @@ from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
-from aggregator.storage.sum_lists import sums_of
 from aggregator.tasks.retention import KEPT_S, delete_unneeded_blobs
 from aggregator.tasks.task_preparation import prepare_task
 from aggregator.training.jobs import CalibrationJob, folder_name
-from aggregator.training.trainer import Finished
 from protocol.mqtt.tls import BrokerAddress
 from protocol.wire.codec import digest_of
-from protocol.wire.messages import MaskedSubmission
 from tests.support.fleets.aggregator_process import write_task
 from tests.support.messages.heads import add_head, plan_head
 from tests.support.messages.jobs import NoJobs
-from tests.support.messages.submissions import SERVED
-from tests.support.simulation.submissions import retry
-from tests.unit.aggregator.heads import test_calibration, test_sum_lists
+from tests.unit.aggregator.heads import test_calibration
 from tests.unit.aggregator.heads.test_calibration import DEVICES, TASK, _all
 
 
@@ -70,18 +64,6 @@ def test_lost_list_of_the_newest_head_does_not_end_the_program(world: test_calib
     _lose(world.store, head.members)
     world.restart()
     world.tick()
-
-
-def test_lost_request_does_not_end_the_program(store: Store) -> None:
-    """It can be made again of the submissions that it lists."""
-    world = test_sum_lists.World(store)
-    world.upload(1, 2, 3)
-    world.lists.is_open(world.members)
-    pending = sums_of(store.facts, test_sum_lists.TASK).pending
-    assert pending is not None
-    _lose(store, bytes.fromhex(pending.request))
-    world.restart()
-    assert world.lists.request() is not None
 
 
 def test_submissions_of_the_last_round_are_not_lost(prepared: Path, tmp_path: Path) -> None:
@@ -151,29 +133,6 @@ def test_calibration_that_is_forgotten_before_it_starts(world: test_calibration.
     assert is_made_again or "a" not in world.store.members(newest)
 
 
-def test_list_of_a_second_operator_has_no_forgotten_device(store: Store) -> None:
-    """`aggregator forget` runs in another process while the submissions of a list are read."""
-    world = test_sum_lists.World(store)
-    store.facts.put(structs.replace(SERVED, digest=test_sum_lists.TASK))
-    world.upload(1, 2, 3, 4)
-    for device, digest in world.members.items():
-        record = SubmissionRecord(device, Entry(1, digest, 0.0), 1, 1, 1, {0: 1})
-        store.submissions.put(test_sum_lists.TASK, record)
-    plan_head(store, 1, task=test_sum_lists.TASK, members=world.members)
-    read, calls = world.lists._masked, list[str]()
-
-    def masked(device: str, digest: bytes) -> MaskedSubmission:
-        found = read(device, digest)
-        calls.append(device)
-        if len(calls) == 4:
-            forget(store, "dev1")
-        return found
-
-    with patch.object(world.lists, "_masked", masked):
-        world.lists.is_open(world.members)
-    assert "dev1" not in world.pending
-
-
 def test_head_that_was_made_before_forget_does_not_become_current_after_it(
     world: test_calibration.World,
 ) -> None:
@@ -210,65 +169,6 @@ def test_start_on_a_full_disk_deletes_what_nothing_needs(world: test_calibration
     assert unneeded not in store.blobs
 
 
-class Sums:
-    """A fleet with a second operator, whose trainings run when a test says so."""
-
-    def __init__(self, store: Store) -> None:
-        self.world = test_sum_lists.World(store)
-        self.store = store
-        self.training = Schedule(test_sum_lists.SERVED, store, NoJobs())
-        self.training._trainer = self.trainer = Mock()
-        assert self.training.sum_lists is not None
-        self.world.lists = self.training.sum_lists
-
-    def upload(self, *numbers: int) -> None:
-        self.world.upload(*numbers)
-        for number in numbers:
-            digest = self.world.members[f"dev{number}"]
-            record = SubmissionRecord(f"dev{number}", Entry(1, digest, 0.0), 1, 1, 1, {0: 1})
-            self.store.submissions.put(test_sum_lists.TASK, record)
-
-    def opened(self) -> None:
-        request = self.world.lists.request()
-        assert request is not None
-        assert self.world.take(self.world.reply(request))
-
-    def jobs(self) -> int:
-        return int(self.trainer.start.call_count)
-
-    def fail(self, kind: str = "error") -> None:
-        job = self.trainer.start.call_args.args[0]
-        self.training._finish(job, Finished(None, "out of memory", kind=kind))  # type: ignore[arg-type]
-
-
-def test_failing_training_of_a_list_waits_although_other_devices_have_come(store: Store) -> None:
-    """They belong to a later list: the repetition is of the same submissions, and has a delay that grows."""
-    fleet = Sums(store)
-    fleet.upload(1, 2, 3)
-    fleet.training.tick()
-    fleet.opened()
-    fleet.upload(4)
-    fleet.training.tick()
-    for _ in range(5):
-        fleet.fail()
-        fleet.training.tick()
-    assert fleet.jobs() <= 2
-
-
-def test_devices_that_came_during_a_training_of_an_unusable_list_get_the_next_one(store: Store) -> None:
-    """Also if nothing else happens afterwards."""
-    fleet = Sums(store)
-    fleet.upload(1, 2, 3)
-    fleet.training.tick()
-    fleet.opened()
-    fleet.training.tick()
-    fleet.upload(4, 5, 6)
-    fleet.fail("list")
-    for _ in range(3):
-        fleet.training.tick()
-    assert set(fleet.world.pending) == {"dev4", "dev5", "dev6"}
-
-
 def test_head_in_use_is_made_again_without_a_forgotten_device_although_it_is_not_the_newest(
     world: test_calibration.World,
 ) -> None:
@@ -285,31 +185,3 @@ def test_head_in_use_is_made_again_without_a_forgotten_device_although_it_is_not
     for _ in range(3):
         world.tick()
     assert world.jobs, said
-
-
-def test_damaged_submission_does_not_hold_up_a_list(store: Store) -> None:
-    """It counts no longer, and its device is asked for it again."""
-    fleet = Sums(store)
-    fleet.upload(1, 2, 3, 4)
-    store.blobs.path(fleet.world.members["dev1"]).write_bytes(b"damaged")
-    fleet.training.tick()
-    for _ in range(2):
-        retry(fleet.training)
-        fleet.training.tick()
-    assert [each.device for each in store.submissions.lost(test_sum_lists.TASK)] == ["dev1"]
-    assert set(fleet.world.pending) == {"dev2", "dev3", "dev4"}
-
-
-def test_lost_reply_of_a_second_operator_is_requested_again(store: Store) -> None:
-    """The list is the same, so that it opens it again."""
-    fleet = Sums(store)
-    fleet.upload(1, 2, 3)
-    fleet.training.tick()
-    fleet.opened()
-    pending = sums_of(store.facts, test_sum_lists.TASK).pending
-    assert pending is not None
-    store.blobs.path(bytes.fromhex(pending.masks)).unlink()
-    fleet.training.tick()
-    assert fleet.jobs() == 0
-    fleet.world.lists.connected()
-    assert fleet.world.lists.request() is not None

@@ -26,7 +26,7 @@ from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
-from aggregator.storage.sum_lists import PendingList, SumLists, put_sums, sums_of
+from aggregator.sums.stored_lists import PendingList, SumLists, put_sums, sums_of
 from aggregator.tasks.retention import delete_unneeded_blobs
 from aggregator.tasks.task_preparation import Task, prepare_task
 from aggregator.training.jobs import HeadJob, Result

@@ -37,7 +37,10 @@ from tests.support.messages.submissions import (
     evaluation,
     round_submission,
 )
+from tests.support.messages.sums import signing_key
 from tests.support.messages.tasks import served_task
+from tests.unit.aggregator.sums.test_second_operator import SERVED as MASKED_TASK
+from tests.unit.aggregator.sums.test_second_operator import hidden, masked_of
 
 TASK = served_task(
     ROUNDS_EXPECTATION, fleet=FLEET, algorithm="fpl", fpl=FPL(rounds=9), rounds=Rounds(staleness=1)
@@ -116,6 +119,21 @@ def test_a_batch_is_stored_in_one_transaction(store: Store, *, is_known: bool) -
         ("?", "malformed", 1),
         ("b", "unknown_task", 1),
     ]
+
+
+def test_mask_of_a_submission_is_in_its_row(store: Store) -> None:
+    """With the number that the device has signed, whatever number the row has later."""
+    device, bench = "dev1", Bench(store, MASKED_TASK)
+    store.keys.pin(device, public_key(signing_key(device)), now_s=0.0)
+    fleet, whole = MASKED_TASK.file.fleet, hidden(device, 1, min_devices=4)
+    topic, payload = device_topic(fleet, device, "up"), encode(whole)
+    frames = frames_of(payload, digest=digest_of(payload))
+    signed = [sign_frame(each, key=signing_key(device), fleet=fleet, device=device) for each in frames]
+    assert bench.answer([(topic, encode(each)) for each in signed]).status == "received"
+    store.submissions.reset_sequence(device)
+    assert store.submissions.wanted_devices(MASKED_TASK.digest) == {device: 4}
+    (stored,) = store.submissions.masked(MASKED_TASK.digest).values()
+    assert stored == (digest_of(payload), masked_of(device, whole))
 
 
 def test_uploads_that_complete_in_one_batch_are_not_all_in_memory(

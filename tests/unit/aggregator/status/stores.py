@@ -17,7 +17,7 @@ from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask, SigningKey
 from aggregator.storage.submissions import SubmissionRecord
-from aggregator.storage.sum_lists import PendingList, SumLists, put_sums
+from aggregator.sums.stored_lists import PendingList, SumLists, put_sums
 from protocol.wire.messages import BlobRef, SecondOperator
 from tests.support.messages import heads
 from tests.support.messages.submissions import TASK, device_info, evaluation

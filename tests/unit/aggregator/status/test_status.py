@@ -26,8 +26,8 @@ from aggregator.storage.devices import ForgottenDevice, Refusal
 from aggregator.storage.heads import TrainingProgress
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
-from aggregator.storage.sum_lists import put_sums, sums_of
 from aggregator.storage.usage import FLEET, Usage
+from aggregator.sums.stored_lists import put_sums, sums_of
 from protocol.wire.messages import BlobRef, Confused, Evaluation
 from tests.support.messages import heads
 from tests.support.messages.heads import initial_state, plan_head

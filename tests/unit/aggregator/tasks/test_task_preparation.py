@@ -32,7 +32,7 @@ from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import CompiledGraphs
 from aggregator.storage.submissions import SubmissionRecord
-from aggregator.storage.sum_lists import PendingList, SumLists, put_sums
+from aggregator.sums.stored_lists import PendingList, SumLists, put_sums
 from aggregator.tasks import graph_cache
 from aggregator.tasks.graph_cache import known_graphs
 from aggregator.tasks.manifests import task_manifest

@@ -23,8 +23,8 @@ from aggregator.algorithms.statistics.noisy_ridge import (
 from aggregator.algorithms.statistics.ridge import TEMPERATURE, solve
 from aggregator.graphs.head_export import mapped
 from aggregator.storage.blobs import FolderBlobs
+from aggregator.sums.noisy_sums_job import from_total, require_no_wrap, run, to_total
 from aggregator.training.jobs import NoisySumsJob, Result
-from aggregator.training.noisy_sums_job import from_total, require_no_wrap, run, to_total
 from edge_client.privacy.sum_mechanism import noisy_sums
 from protocol.errors import ProtofleetError
 from protocol.statistics.noisy_sums import UNITS, deviations

@@ -1,21 +1,29 @@
 """Lists of submissions for a second operator: durable, disjoint, and opened by its signed reply only."""
 
 from collections.abc import Mapping
+from concurrent.futures import wait
+from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import onnx
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from aggregator.heads.sum_lists import SecondOperatorLists, largest_list
-from aggregator.intake.validation import Expectation, Refused, check_noisy_sums
+from aggregator.coordination.round_state import Entry
+from aggregator.intake.validation import Expectation, Refused, check_noisy_sums, read_message
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
-from aggregator.storage.sum_lists import blobs_of_lists, devices_of, put_sums, sums_of, with_total
+from aggregator.storage.submissions import SubmissionRecord
+from aggregator.sums.noisy_sums_job import run
+from aggregator.sums.second_operator import SecondOperatorLists, largest_list
+from aggregator.sums.stored_lists import add_to_total, blobs_of_sums, devices_of, job_fields, sums_of
 from aggregator.training.jobs import TOTAL_FILE, NoisySumsJob
-from aggregator.training.noisy_sums_job import run
 from protocol.errors import ProtofleetError
 from protocol.statistics.noisy_sums import released_values
 from protocol.statistics.secure_sums import masked, sealed_mask, submission_context
@@ -25,6 +33,8 @@ from protocol.wire.messages import (
     MAX_CHUNK_BYTES,
     BlobRef,
     DifferentialPrivacy,
+    MaskedSubmission,
+    SealedMask,
     SecondOperator,
     Statistics,
     Submission,
@@ -35,11 +45,12 @@ from protocol.wire.messages import (
 from protocol.wire.signing import public_key, sign_sum
 from protocol.wire.transfer import frames_of
 from sums_operator.checks import sum_of_masks
+from tests.support.messages.heads import plan_head
 from tests.support.messages.jobs import workspace
 from tests.support.messages.submissions import FEATURE_SIZE, MANIFEST
 from tests.support.messages.sums import seed_of, signing_key
 from tests.support.messages.tasks import served_task
-from tests.unit.aggregator.training.test_noisy_sums_job import CLASSES, PUBLIC, SIZE, images, submission
+from tests.unit.aggregator.sums.test_noisy_sums_job import CLASSES, PUBLIC, SIZE, images, submission
 
 SEAL, SIGN = bytes([1]) * 32, bytes([2]) * 32
 OPERATOR = SecondOperator(
@@ -98,12 +109,23 @@ class World:
         self.restart()
 
     def restart(self) -> None:
-        self.lists = SecondOperatorLists(SERVED, self.store, OPERATOR)
+        self.lists = SecondOperatorLists(EXPECTATION, self.store, OPERATOR, fleet=FLEET)
 
     def upload(self, *numbers: int, min_devices: int = 3) -> None:
         for number in numbers:
-            digest = self.store.blobs.put(encode(hidden(f"dev{number}", number, min_devices=min_devices)))
-            self.members[f"dev{number}"] = digest
+            device, whole = f"dev{number}", hidden(f"dev{number}", number, min_devices=min_devices)
+            digest = self.members[device] = self.store.blobs.put(encode(whole))
+            mask = msgspec.msgpack.encode(masked_of(device, whole))
+            entry = Entry(whole.sequence, digest, 0.0)
+            record = SubmissionRecord(device, entry, 1, 1, 1, {0: 1}, min_devices=min_devices, mask=mask)
+            self.store.submissions.put(TASK, record)
+
+    def ready(self) -> bool:
+        """Plan the next head of what counts; return True if it can be trained, once a new list is verified."""
+        if not (members := self.lists.members(self.members)):
+            return False
+        plan = plan_head(self.store, 1, task=TASK, members=members)
+        return self.lists.ready(plan) or (wait_for_verification(self.lists) and self.lists.ready(plan))
 
     @property
     def pending(self) -> Mapping[str, str]:
@@ -116,22 +138,17 @@ class World:
         return sign_sum(SumReply(request=digest_of(request), masks=masks), key=SIGN, fleet=FLEET)
 
     def take(self, reply: SumReply, *, chunk_bytes: int = MAX_CHUNK_BYTES) -> bool:
-        payload = encode(reply)
-        frames = frames_of(payload, digest=digest_of(payload), chunk_bytes=chunk_bytes)
-        return [self.lists.take(encode(frame)) for frame in frames][-1]
+        """Take a reply; return True if it opens or refuses the pending list."""
+        before, payload = sums_of(self.store.facts, TASK), encode(reply)
+        for frame in frames_of(payload, digest=digest_of(payload), chunk_bytes=chunk_bytes):
+            refusal = self.lists.take(encode(frame))
+        after = sums_of(self.store.facts, TASK)
+        assert bool(refusal) == bool(after != before and after.pending and after.pending.problem)
+        return after != before
 
     def job(self) -> NoisySumsJob:
-        lists = sums_of(self.store.facts, TASK)
-        assert lists.pending is not None
-        return NoisySumsJob(
-            version=1,
-            task=TASK.hex(),
-            members=lists.pending.members,
-            masks=lists.pending.masks,
-            total=lists.total,
-            devices=lists.summed,
-            feature_size=FEATURE_SIZE,
-        )
+        fields = job_fields(self.store.facts, TASK)
+        return NoisySumsJob(version=1, task=TASK.hex(), feature_size=FEATURE_SIZE, **fields)
 
     def opened(self, folder: Path) -> bytes:
         """Open the pending list, make a head, and return it without its metadata."""
@@ -140,8 +157,21 @@ class World:
         assert self.take(self.reply(request), chunk_bytes=700)
         run(self.job(), workspace(self.store.blobs, folder))
         total = self.store.put_file(folder / TOTAL_FILE)
-        put_sums(self.store.facts, with_total(sums_of(self.store.facts, TASK), total.digest))
+        add_to_total(self.store.facts, TASK, total.digest)
         return head_of(folder)
+
+
+def masked_of(device: str, submission: Submission) -> MaskedSubmission:
+    assert isinstance(submission.mask, SealedMask)
+    return MaskedSubmission(device=device, sequence=submission.sequence, mask=submission.mask)
+
+
+def wait_for_verification(lists: SecondOperatorLists) -> bool:
+    """Wait for the thread that reads a list's submissions; return False if there is none."""
+    if lists._verifying is None:
+        return False
+    wait([lists._verifying[1]])
+    return True
 
 
 def refusal(request: bytes, problem: str) -> SumReply:
@@ -177,10 +207,10 @@ def test_list_has_the_devices_that_accept_its_size(least: dict[str, int], expect
 def test_head_of_masked_lists_is_that_of_the_same_sums(world: World, tmp_path: Path) -> None:
     """Bit for bit, and over two lists; an unmasked fleet of the same devices has the same head."""
     world.upload(0, 1, 2)
-    assert not world.lists.is_open(world.members)
+    assert not world.ready()
     world.opened(tmp_path / "first")
     world.upload(3, 4, 5)
-    assert not world.lists.is_open(world.members)
+    assert not world.ready()
     assert world.pending.keys() == {"dev3", "dev4", "dev5"}
     assert world.lists.request() is not None
     world.restart()
@@ -201,35 +231,72 @@ def test_head_of_masked_lists_is_that_of_the_same_sums(world: World, tmp_path: P
     assert found == head_of(tmp_path / "plain")
 
 
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    order=st.permutations(range(6)),
+    count=st.integers(3, 6),
+    own=st.integers(2, 7),
+    is_enrolled_again=st.booleans(),
+)
+def test_request_is_that_of_the_stored_submissions(
+    tmp_path_factory: pytest.TempPathFactory,
+    *,
+    order: list[int],
+    count: int,
+    own: int,
+    is_enrolled_again: bool,
+) -> None:
+    """Byte for byte, although it is made of rows: a device that is enrolled again has a row with another number."""
+    with closing(open_store(tmp_path_factory.mktemp("state"))) as store:
+        world = World(store)
+        world.upload(*order[: count - 1])
+        world.upload(order[count - 1], min_devices=own)
+        if is_enrolled_again:
+            store.submissions.reset_sequence(f"dev{order[0]}")
+        world.ready()
+        submissions = []
+        for device, digest in sorted(world.pending.items()):
+            submission = read_message(store.blobs.read(bytes.fromhex(digest)))
+            assert isinstance(submission, Submission)
+            submissions.append(masked_of(device, submission))
+        request = world.lists.request()
+        if count < 3 + (own > count):
+            assert request is None
+        else:
+            assert len(submissions) == count - (own > count)
+            assert request == encode(SumRequest(task=TASK, values=VALUES, submissions=tuple(submissions)))
+
+
 def test_pending_list_stays_the_same(world: World) -> None:
     """A restart, and devices that come later, ask for the same sum: two lists of one device would be refused."""
     world.upload(0, 1, 2)
-    world.lists.is_open(world.members)
+    world.ready()
     request = world.lists.request()
     world.upload(3)
     world.restart()
-    assert not world.lists.is_open(world.members)
+    assert not world.ready()
     assert world.lists.request() == request
     assert world.lists.request() is None, "repeated after a while"
     world.lists.connected()
     assert world.lists.request() == request
     lists = sums_of(world.store.facts, TASK)
     assert devices_of(lists) == {"dev0", "dev1", "dev2"}
-    assert {digest for device, digest in world.members.items() if device != "dev3"} < blobs_of_lists(lists)
+    listed = {digest for device, digest in world.members.items() if device != "dev3"}
+    assert listed < blobs_of_sums(world.store.facts)
 
 
 def test_too_few_new_devices_are_no_list(world: World, tmp_path: Path) -> None:
     world.upload(0, 1, 2)
-    world.lists.is_open(world.members)
+    world.ready()
     world.opened(tmp_path / "head")
     world.upload(3, 4)
-    assert not world.lists.is_open(world.members)
+    assert not world.ready()
     assert not world.pending
 
 
 def test_false_replies_open_nothing(world: World) -> None:
     world.upload(0, 1, 2)
-    world.lists.is_open(world.members)
+    world.ready()
     request = world.lists.request()
     assert request is not None
     good = world.reply(request)
@@ -252,34 +319,34 @@ def test_false_replies_open_nothing(world: World) -> None:
     assert not world.lists.take(b"noise")
     assert world.take(good)
     assert not world.take(good), "once"
-    assert world.lists.is_open(world.members)
+    assert world.ready()
 
 
 def test_revoked_device_leaves_a_list_that_was_refused(world: World) -> None:
     """Otherwise one device that the second operator does not know would hold up the fleet."""
     world.upload(0, 1, 2, 3)
-    world.lists.is_open(world.members)
+    world.ready()
     del world.members["dev0"]
-    world.lists.is_open(world.members)
+    world.ready()
     assert "dev0" in world.pending, "it may be opened"
     request = world.lists.request()
     assert request is not None
     world.take(refusal(digest_of(request), "dev0 is not in the list of devices"))
-    world.lists.is_open(world.members)
+    world.ready()
     assert world.pending.keys() == {"dev1", "dev2", "dev3"}
 
 
 def test_device_that_comes_later_joins_a_list_that_was_refused(world: World) -> None:
     """The second operator may want more devices than the task."""
     world.upload(0, 1, 2)
-    world.lists.is_open(world.members)
+    world.ready()
     request = world.lists.request()
     assert request is not None
     world.upload(3)
-    world.lists.is_open(world.members)
+    world.ready()
     assert len(world.pending) == 3, "it may be opened"
     world.take(refusal(digest_of(request), "expected at least 4 submissions"))
-    world.lists.is_open(world.members)
+    world.ready()
     assert world.pending.keys() == world.members.keys()
     request = world.lists.request()
     assert request is not None
@@ -289,7 +356,7 @@ def test_device_that_comes_later_joins_a_list_that_was_refused(world: World) -> 
 def test_false_sum_that_breaks_the_laws_is_no_head(world: World, tmp_path: Path) -> None:
     """With the signature stored; a false sum within the laws is not found."""
     world.upload(0, 1, 2)
-    world.lists.is_open(world.members)
+    world.ready()
     request = world.lists.request()
     assert request is not None
     good = world.reply(request)
@@ -301,7 +368,7 @@ def test_false_sum_that_breaks_the_laws_is_no_head(world: World, tmp_path: Path)
         run(world.job(), workspace(world.store.blobs, tmp_path / "head"))
     world.lists.abandon("they are false")
     world.upload(3, 4, 5)
-    assert not world.lists.is_open(world.members)
+    assert not world.ready()
     assert world.pending.keys() == {"dev3", "dev4", "dev5"}, "one liar does not hold up the fleet"
     world.opened(tmp_path / "next")
     lists = sums_of(world.store.facts, TASK)
@@ -310,7 +377,7 @@ def test_false_sum_that_breaks_the_laws_is_no_head(world: World, tmp_path: Path)
 
 def test_lost_submission_of_a_list_is_an_error(world: World, tmp_path: Path) -> None:
     world.upload(0, 1, 2)
-    world.lists.is_open(world.members)
+    world.ready()
     request = world.lists.request()
     assert request is not None
     world.take(world.reply(request))

@@ -1,0 +1,1 @@
+"""Sums with noise: the job that makes a head of them, and the lists whose sums a second operator opens."""
