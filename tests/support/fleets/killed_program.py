@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from aggregator import supervisor
+from aggregator.job_processes import JobRunner
 from aggregator.server import program as serve
 from tests.support.fleets.fleet import Fleet
 
@@ -32,6 +33,8 @@ def start_killed(fleet: Fleet, name: str, point: str, *program: str | Path) -> N
 
 def _run_serve(of: supervisor.Supervisor) -> NoReturn:
     settings: Any = of._all[-1].program.settings
+    # Without a supervisor, its jobs are its own children.
+    setattr(serve, "SupervisedJobs", lambda _, on_event: JobRunner(on_event))  # noqa: B010 - as below
     serve.run(settings, Pipe()[0])
     sys.exit()
 
