@@ -42,7 +42,7 @@ class SubmissionRecord:
 
 
 class StoredMask(NamedTuple):
-    """What a second operator needs of a submission."""
+    """The part of a submission that a second operator needs."""
 
     digest: bytes
     """Of the submission."""

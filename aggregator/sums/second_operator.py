@@ -41,7 +41,7 @@ REPEAT_S = 60.0
 
 
 class Sums:
-    """What a planned head waits for before its training: in a task without a second operator, nothing."""
+    """The sums of a task without a second operator: a planned head waits for none."""
 
     topics: tuple[str, ...] = ()
     """The MQTT topics of replies."""
