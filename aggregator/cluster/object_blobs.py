@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timedelta
 from itertools import pairwise
@@ -34,6 +34,9 @@ from protocol.wire.codec import digest_of
 
 PART_BYTES = 8 * 1024**2
 """Bytes of one request: larger blobs are sent and read in parts."""
+
+PAGE = 1000
+"""Objects that one request lists."""
 
 REQUEST_S = 10.0
 """Seconds for one request, its body included."""
@@ -129,11 +132,12 @@ class ObjectBlobs:
         return False
 
     def digests(self) -> Iterator[bytes]:
-        for key, _ in self._objects():
-            yield bytes.fromhex(key[-64:])
+        for page in self._pages():
+            for key, _ in page:
+                yield bytes.fromhex(key[-64:])
 
     def put(self, data: bytes) -> bytes:
-        """Store `data` and return its digest; one that exists is replaced, and is as new for `keep_only`."""
+        """Store `data` and return its digest; one that exists is replaced, and is as new for `delete_unneeded`."""
         digest = digest_of(data)
         self._put(self._key(digest), data)
         return digest
@@ -215,15 +219,18 @@ class ObjectBlobs:
         self._delete([self._key(digest, folder="damaged") for digest in digests])
         self._cache.delete(digests)
 
-    def keep_only(self, digests: Collection[bytes]) -> None:
-        """Delete all other blobs that are older than an hour by the store's clock, and all other copies."""
-        self._cache.keep_only(digests)
+    def delete_unneeded(self, needed: Callable[[Collection[bytes]], Collection[bytes]]) -> Iterator[None]:
+        """Delete copies that are not needed, and blobs that are older than an hour by the store's clock."""
+        yield from self._cache.delete_unneeded(needed)
         self._check_owner()
         self.check_writable()
         with self._errors():
             before = obstore.head(self._store, self._trial_key)["last_modified"] - GRACE
-        kept = {self._key(digest) for digest in digests}
-        self._delete([key for key, written in self._objects() if key not in kept and written < before])
+        for page in self._pages():
+            old = {bytes.fromhex(key[-64:]): key for key, written in page if written < before}
+            kept = needed(old)
+            self._delete([key for digest, key in old.items() if digest not in kept])
+            yield
 
     def _key(self, digest: bytes, *, folder: str = "blobs") -> str:
         return f"{self._prefix}{folder}/{digest.hex()}"
@@ -235,14 +242,16 @@ class ObjectBlobs:
             raise StateError(f"cannot use {self.location}: {self.location}/owner is missing")
         return owner
 
-    def _objects(self) -> Iterator[tuple[str, datetime]]:
-        """Yield the keys of all blobs, with the times when they were written."""
+    def _pages(self) -> Iterator[list[tuple[str, datetime]]]:
+        """Yield the keys of all blobs, `PAGE` at a time, with the times when they were written."""
         folder = f"{self._prefix}blobs/"
         with self._errors():
-            for page in obstore.list(self._store, folder, chunk_size=1000):
-                for each in page:
-                    if _DIGEST.fullmatch(each["path"].removeprefix(folder)):
-                        yield each["path"], each["last_modified"]
+            for page in obstore.list(self._store, folder, chunk_size=PAGE):
+                yield [
+                    (each["path"], each["last_modified"])
+                    for each in page
+                    if _DIGEST.fullmatch(each["path"].removeprefix(folder))
+                ]
 
     def _put(self, key: str, data: bytes) -> None:
         with self._errors():

@@ -24,7 +24,7 @@ from aggregator.storage.store import Store
 from aggregator.sums.second_operator import sums_for
 from aggregator.tasks.manifests import round_manifest
 from aggregator.tasks.restoration import LostSubmissions, report_damage
-from aggregator.tasks.retention import delete_carried_submissions, delete_unneeded_blobs
+from aggregator.tasks.retention import Retention, delete_carried_submissions
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import BlobJob
 from aggregator.training.trainer import Finished, Trainer
@@ -34,12 +34,6 @@ from protocol.retry_delay import retry_delay_s
 from protocol.wire.messages import BlobRef, RoundManifest
 
 log = logging.getLogger(__name__)
-
-RETENTION_S = 60.0
-"""Seconds from one deletion of what nothing needs to the next: a device can upload all day."""
-
-RETENTION_REST = 100.0
-"""Times as long as a deletion took, if that is more: at most 1 % of the time. 100,000 blobs take 3 s."""
 
 PAUSE_S = 0.01
 """Seconds between two counts of the open collection, for each 1,000 devices in it."""
@@ -65,8 +59,7 @@ class Schedule:
         """The number of the change at which no head could be planned."""
         self._logged = 0
         """The devices of the open collection that the log names."""
-        self._retention_s = store.clock.now_s() + RETENTION_S
-        """When blobs are deleted next, in elapsed seconds: not while devices connect after a start."""
+        self._retention = Retention(task, store)
         self._calibration = Calibration(task, store)
         self.sums = sums_for(task.expectation, store, fleet=task.file.fleet)
         self._trainer = Trainer(
@@ -161,7 +154,7 @@ class Schedule:
             self._trainer.stop()
             event(log, logging.INFO, "training ended: an operator's command has changed what it is made of")
         self._train_or_plan(plan)
-        self._delete_unneeded_blobs()
+        self._retention.tick()
 
     def _is_running(self, plan: HeadRecord | None) -> bool:
         """Return True if the job that runs is the planned head's training."""
@@ -439,15 +432,6 @@ class Schedule:
                 return False
             self._store.heads.put(after)
         return True
-
-    def _delete_unneeded_blobs(self) -> None:
-        started_s = self._store.clock.now_s()
-        if started_s < self._retention_s:
-            return
-        self._retention_s = started_s + RETENTION_S  # also if it fails
-        delete_unneeded_blobs(self._task, self._store)
-        took_s = self._store.clock.now_s() - started_s
-        self._retention_s = max(self._retention_s, started_s + RETENTION_REST * took_s)
 
 
 def _identity(head: HeadRecord | None) -> tuple[object, ...] | None:

@@ -25,7 +25,7 @@ from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask, TaskPreparation
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.restoration import Verified, VerifiedFiles, heal, note_whole, report_damage
-from aggregator.tasks.retention import needed_blobs
+from aggregator.tasks.retention import delete_unneeded_blobs
 from aggregator.tasks.task_preparation import Task, prepare_task
 from protocol.errors import BlobLost, StateError, ThreadFailed
 from protocol.log import event as log_event
@@ -63,7 +63,7 @@ class Aggregator:
         self._is_stopped = False
         max_bytes = int(task.file.max_submission_mb * 1024**2)
         if missing_room(store.folder, max_bytes):
-            store.blobs.keep_only(needed_blobs(task, store))
+            delete_unneeded_blobs(task, store)
         require_not_replaced(store.facts.get(Duplicate) or Duplicate(), command=TAKE_OVER)
         key, fleet = identity_of(store.folder), task.file.fleet
         presence = OwnPresence(epoch=_next_epoch(task, store), topic=fleet_topic(fleet, "state"), key=key)

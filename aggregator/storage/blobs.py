@@ -1,6 +1,6 @@
 """The aggregator's blobs by their digest: in a folder of its state directory, or elsewhere."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -53,8 +53,11 @@ class Blobs(Protocol):
     def delete(self, digests: Collection[bytes]) -> None:
         """Delete blobs, damaged ones too, if they exist."""
 
-    def keep_only(self, digests: Collection[bytes]) -> None:
-        """Delete all other blobs, but those that are being written."""
+    def delete_unneeded(self, needed: Callable[[Collection[bytes]], Collection[bytes]]) -> Iterator[None]:
+        """Delete blobs that are not needed, except for those that are being written; yields after each slice of them.
+
+        `needed` returns those of the digests of a slice that are needed when the slice is deleted.
+        """
 
 
 class FolderBlobs(BlobStore):

@@ -201,6 +201,10 @@ class Heads:
         with change(self._database):
             self._database.write("DELETE FROM heads WHERE task = ? AND version = ?", task, version)
 
+    def delete_task(self, task: bytes) -> None:
+        with change(self._database):
+            self._database.write("DELETE FROM heads WHERE task = ?", task)
+
     def starts_s(self, task: bytes) -> list[float]:
         """Return when each head of a task was trained last (elapsed seconds), in order; calibrations are not."""
         rows = self._database.read(

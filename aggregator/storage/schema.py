@@ -22,7 +22,8 @@ MIGRATIONS = (
         images INTEGER NOT NULL, prototypes INTEGER NOT NULL, per_class TEXT NOT NULL, min_devices INTEGER, mask BLOB,
         PRIMARY KEY (task, device)
     ) STRICT;
-    CREATE INDEX submission_digests ON submissions (device, digest, size_bytes);
+    CREATE INDEX submission_digests ON submissions (digest);
+    CREATE INDEX submissions_of_devices ON submissions (device, digest, size_bytes);
     CREATE INDEX submission_changes ON submissions (task, changed);
     CREATE INDEX submission_rounds ON submissions (task, round);
     CREATE TABLE deletions (

@@ -9,7 +9,7 @@ import msgspec
 
 from aggregator.coordination.round_state import DeviceDecisions, Settings
 from aggregator.storage.blobs import Blobs
-from aggregator.storage.changes import newest_change
+from aggregator.storage.changes import change, newest_change
 from aggregator.storage.counted_submissions import CountedSubmissions
 from aggregator.storage.devices import REVOKED, DeviceKeys, Devices, ForgottenDevices, Quarantine, Refusals
 from aggregator.storage.heads import Evaluations, HeadRecord, Heads, OperatorCommands
@@ -21,6 +21,9 @@ from protocol.storage.blobstore import state_errors
 from protocol.storage.elapsed_clock import ElapsedClock
 from protocol.storage.facts import Facts, Tables
 from protocol.wire.messages import BlobRef
+
+_OF_TASKS = ("quarantine", "forgotten", "lost_submissions", "evaluations", "submissions")
+"""Tables with rows of devices for each task."""
 
 
 class FleetDatabase(Tables, Protocol):
@@ -78,8 +81,8 @@ class Store:
         self.heads = Heads(database, self.forgotten, self.evaluations)
         self.quarantine = Quarantine(database)
         self.commands = OperatorCommands(database)
-        self._members: tuple[bytes, dict[str, bytes]] = b"", {}
-        """The list of submissions that was read last, by its digest."""
+        self._members: dict[bytes, dict[str, bytes]] = {}
+        """The lists of submissions of planned heads, and the one that was read last, by their digests."""
 
     def close(self) -> None:
         self.database.close()
@@ -150,10 +153,42 @@ class Store:
             BlobLost: they are lost.
             StateError: they cannot be read, or another head has been made since.
         """
-        if self._members[0] != head.members:
+        if head.members not in self._members:
             named = msgspec.json.decode(self.blobs.read(head.members), type=dict[str, str])
-            self._members = head.members, {device: bytes.fromhex(digest) for device, digest in named.items()}
-        return self._members[1]
+            planned = {each.members for each in self.heads.all_planned()}
+            self._members = {each: found for each, found in self._members.items() if each in planned}
+            self._members[head.members] = {device: bytes.fromhex(digest) for device, digest in named.items()}
+        return self._members[head.members]
+
+    def tasks(self) -> set[bytes]:
+        """Return the tasks of which something is stored."""
+        found = set[bytes]()
+        for table in (*_OF_TASKS, "heads"):
+            last = b""
+            # A row each: a query for all would read every row.
+            while rows := self.database.read(
+                f"SELECT task FROM {table} WHERE task > ? ORDER BY task LIMIT 1",  # noqa: S608 - of this file
+                last,
+            ):
+                ((last,),) = rows
+                found.add(last)
+        return found
+
+    def delete_rows(self, task: bytes, most: int) -> bool:
+        """Delete rows of a task, `most` at a time and its heads last; return True if there may be more."""
+        for table in _OF_TASKS:
+            with change(self.database):
+                rows = self.database.read(
+                    f"DELETE FROM {table} WHERE task = ? AND device IN "  # noqa: S608 - of this file
+                    f"(SELECT device FROM {table} WHERE task = ? LIMIT ?) RETURNING 1",
+                    *(task, task, most),
+                )
+            if len(rows) >= most:
+                return True
+        with change(self.database):
+            self.heads.delete_task(task)
+            self.submissions.note_deletion()
+        return False
 
     def newest_change(self) -> int:
         """Return the number of the last change, before what is read next."""

@@ -77,7 +77,7 @@ class NotServed(msgspec.Struct, frozen=True):
     """Tasks and graphs that the served task does not use, and since when, in elapsed seconds."""
 
     since_s: dict[str, float]
-    """By the hex digest of a task with submissions, or the key of its graphs in `CompiledGraphs`."""
+    """By the hex digest of a task with rows, or the key of its graphs in `CompiledGraphs`."""
 
 
 class ClosedFleet(msgspec.Struct, frozen=True):

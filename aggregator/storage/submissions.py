@@ -1,6 +1,6 @@
 """Accepted submissions, of which the newest per device and task counts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
@@ -114,6 +114,15 @@ class Submissions:
         """Return a number that grows with each deletion."""
         return int(self._database.read("SELECT coalesce(max(number), 0) FROM deletions")[0][0])
 
+    def note_deletion(self) -> None:
+        """Let `newest_deletion` grow, after rows of an earlier task were deleted."""
+        with change(self._database) as number:
+            self._database.write(
+                "INSERT INTO deletions VALUES (?, '', ?) ON CONFLICT (task, device) "
+                "DO UPDATE SET number = excluded.number",
+                *(b"", number),
+            )
+
     def all(self, task: bytes) -> dict[str, SubmissionRecord]:
         return self._records("task = ? ORDER BY device", task)
 
@@ -154,35 +163,14 @@ class Submissions:
         )
         return frozenset(device for (device,) in rows)
 
-    def digests(self, task: bytes, oldest_round: int) -> set[bytes]:
-        """Return the digests of the submissions to a task, from a round on."""
+    def digests_among(self, digests: Collection[bytes], *, task: bytes, oldest_round: int) -> set[bytes]:
+        """Return those of some digests that are of submissions: to a task, from a round on, or to any other task."""
+        marks = ", ".join("?" * len(digests))
         rows = self._database.read(
-            "SELECT digest FROM submissions WHERE task = ? AND round >= ?", task, oldest_round
+            f"SELECT digest FROM submissions WHERE digest IN ({marks}) AND (task != ? OR round >= ?)",  # noqa: S608 - marks
+            *(*digests, task, oldest_round),
         )
         return {digest for (digest,) in rows}
-
-    def digests_of_other_tasks(self, task: bytes) -> set[bytes]:
-        """Return the digests of the submissions to all tasks but this one."""
-        rows = self._database.read("SELECT digest FROM submissions WHERE task != ?", task)
-        return {digest for (digest,) in rows}
-
-    def tasks(self) -> set[bytes]:
-        """Return the tasks that devices have submitted to, or evaluated heads of."""
-        rows = self._database.read(
-            "SELECT task FROM submissions UNION SELECT task FROM lost_submissions UNION SELECT task FROM evaluations"
-        )
-        return {task for (task,) in rows}
-
-    def delete_task(self, task: bytes) -> None:
-        """Delete all submissions and evaluations of a task, in a transaction of the caller."""
-        with change(self._database) as number:
-            self._database.write(  # of no device: `newest_deletion` grows
-                "INSERT INTO deletions VALUES (?, '', ?) ON CONFLICT (task, device) "
-                "DO UPDATE SET number = excluded.number",
-                *(b"", number),
-            )
-            for table in ("submissions", "lost_submissions", "evaluations"):
-                self._database.write(f"DELETE FROM {table} WHERE task = ?", task)  # noqa: S608 - one of three
 
     def of_device(self, device: str) -> list[tuple[bytes, bytes]]:
         """Return the tasks and digests of a device's submissions, those that are lost included."""

@@ -66,7 +66,7 @@ def report_damage(task: Task, store: Store, error: BlobLost) -> None:
         StateError: the next start is to write it again.
     """
     known, digest = _lost(store), error.digest
-    if digest.hex() not in known and digest in needed_blobs(task, store):
+    if digest.hex() not in known and needed_blobs(task, store, [digest]):
         _put_lost(store, known | {digest.hex()})
         raise StateError(f"{error}: the next start writes it again, if it can")
     event(log, logging.ERROR, "cannot read a file", reason=error)

@@ -2,10 +2,12 @@
 
 import contextlib
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+from itertools import groupby
 
 from aggregator.coordination import rollout_state, round_state
-from aggregator.storage.heads import HeadRecord
+from aggregator.storage.heads import HeadRecord, rollout_of
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import CompiledGraphs, NotServed
 from aggregator.sums.stored_lists import blobs_of_sums, drop_requests
@@ -17,7 +19,37 @@ from protocol.log import event
 log = logging.getLogger(__name__)
 
 KEPT_S = 30 * 24 * 3600.0
-"""Elapsed seconds for which the submissions and graphs of a task are kept after another one has replaced it."""
+"""Elapsed seconds for which the rows and graphs of a task are kept after another one has replaced it."""
+
+RETENTION_S = 60.0
+"""Seconds from one deletion of what nothing needs to the next: a device can upload all day."""
+
+PAUSE_S = 0.25
+"""Seconds from one slice of a deletion to the next."""
+
+SLICE_ROWS = 200
+"""Rows of an earlier task that are deleted at once."""
+
+
+class Retention:
+    """Deletes what nothing needs while a task is served: a slice at a time, so that messages do not wait for it."""
+
+    def __init__(self, task: Task, store: Store) -> None:
+        self._task, self._store = task, store
+        self._due_s = store.clock.now_s() + RETENTION_S  # not while devices connect after a start
+        self._deletion = deletion(task, store)
+        for head in store.heads.all_planned():
+            _members(head, store)  # are in memory from now on
+
+    def tick(self) -> None:
+        """Delete the next slice if it is due; raises StateError."""
+        if (now_s := self._store.clock.now_s()) < self._due_s:
+            return
+        self._due_s = now_s + PAUSE_S  # also if it fails
+        for _ in self._deletion:
+            return
+        self._due_s = now_s + RETENTION_S
+        self._deletion = deletion(self._task, self._store)
 
 
 def served_blobs(task: Task, heads: Sequence[HeadRecord], state: rollout_state.State) -> set[bytes]:
@@ -26,38 +58,48 @@ def served_blobs(task: Task, heads: Sequence[HeadRecord], state: rollout_state.S
     return task.blobs | {head.digest for head in retained} | _tensors(retained)
 
 
-def needed_blobs(task: Task, store: Store) -> set[bytes]:
-    """Return the digests of the blobs that must not be deleted."""
-    retained, named = list[HeadRecord](), store.heads.all_planned()
-    digests = {digest for head in named for digest in _members(head, store)}
-    for other in {head.task for head in store.heads.all()} | {task.digest}:  # they may be served again
-        heads = store.heads.all(other)
-        retained += _retained(heads, store.heads.rollout(other))
-        named += heads[-1:]
-    newest = store.heads.newest(task.digest)
+def needed_blobs(task: Task, store: Store, among: Collection[bytes]) -> set[bytes]:
+    """Return those of some digests whose blobs must not be deleted now.
+
+    The time that it takes grows neither with the stored submissions nor, but for planned heads, with their devices.
+    """
+    planned, asked = store.heads.all_planned(), set(among)
+    needed = asked & _needed_but_submissions(task, store, planned)
+    oldest = _oldest_round(store.heads.newest(task.digest), task.file.settings)
+    needed |= store.submissions.digests_among(asked - needed, task=task.digest, oldest_round=oldest)
+    for head in planned if needed != asked else ():
+        needed |= asked.intersection(_members(head, store))
+    return needed
+
+
+def _needed_but_submissions(task: Task, store: Store, planned: Sequence[HeadRecord]) -> set[bytes]:
+    retained, named = list[HeadRecord](), list(planned)
+    every = sorted(store.heads.all(), key=lambda head: (head.task, head.version))
+    for other, group in groupby(every, key=lambda head: head.task):  # they may be served again
+        heads = list(group)
+        forgotten = store.forgotten.newest_head(other)
+        retained += _retained(heads, rollout_state.without_forgotten(rollout_of(heads), forgotten))
+        named.append(heads[-1])
     return (
         task.blobs
         | {task.digest, *(task.manifest.continues or ())}
-        | store.submissions.tasks()  # which may be continued
+        | store.tasks()  # which may be continued
         | {digest for head in retained for digest in (head.digest, head.file)}
         | _tensors(retained)
         | {graph.digest for graphs in known_graphs(store).values() for graph in graphs.values()}
-        | store.submissions.digests(task.digest, _oldest_round(newest, task.file.settings))
-        | digests
         | {head.members for head in named}
-        | store.submissions.digests_of_other_tasks(task.digest)
         | blobs_of_sums(store.facts)
     )
 
 
-def delete_earlier_tasks(task: Task, store: Store) -> None:
-    """Delete the submissions, evaluations and graphs of tasks that another one has replaced `KEPT_S` ago.
+def delete_earlier_tasks(task: Task, store: Store) -> Iterator[None]:
+    """Delete what is stored of tasks that another one has replaced `KEPT_S` ago, in slices; raises StateError.
 
-    Until then, an operator can return to such a task, or continue it. Raises StateError.
+    Until then, an operator can return to such a task, or continue it.
     """
     with store.transaction():
         graphs, now_s = known_graphs(store), store.clock.now_s()
-        tasks = store.submissions.tasks() - {task.digest, *(task.manifest.continues or ())}
+        tasks = store.tasks() - {task.digest, *(task.manifest.continues or ())}
         unused = {
             *(digest.hex() for digest in tasks),
             *(
@@ -69,24 +111,34 @@ def delete_earlier_tasks(task: Task, store: Store) -> None:
         known = store.facts.get(NotServed) or NotServed({})
         since_s = {name: known.since_s.get(name, now_s) for name in unused}
         expired = {name for name, each_s in since_s.items() if now_s - each_s >= KEPT_S}
-        for digest in tasks:
-            if digest.hex() in expired:
-                store.submissions.delete_task(digest)
-                if (planned := store.heads.planned(digest)) is not None:
-                    store.heads.delete(digest, planned.version)
-                drop_requests(store.facts, task=digest)
-                event(log, logging.INFO, "submissions of an earlier task deleted", task=digest)
         if not expired.isdisjoint(graphs):
             kept = {key: roles for key, roles in graphs.items() if key not in expired}
             store.facts.put(CompiledGraphs(kept))
-        if (after := NotServed({name: since_s[name] for name in unused - expired})) != known:
+        if (after := NotServed(since_s)) != known:
             store.facts.put(after)
+    for digest in tasks:
+        if digest.hex() in expired:
+            with store.transaction():
+                drop_requests(store.facts, task=digest)
+            while store.delete_rows(digest, SLICE_ROWS):
+                yield
+            event(log, logging.INFO, "earlier task deleted", task=digest)
+
+
+def deletion(task: Task, store: Store) -> Iterator[None]:
+    """Delete what nothing needs any more; yields after each slice. Raises StateError.
+
+    What is needed is decided for each slice by what is stored then. A blob gets its name in the same tick as the row
+    that names it is committed, and before it, so that no slice comes in between.
+    """
+    yield from delete_earlier_tasks(task, store)
+    yield from store.blobs.delete_unneeded(partial(needed_blobs, task, store))
 
 
 def delete_unneeded_blobs(task: Task, store: Store) -> None:
-    """Delete what nothing needs any more; raises StateError."""
-    delete_earlier_tasks(task, store)
-    store.blobs.keep_only(needed_blobs(task, store))
+    """Delete what nothing needs any more, at once; raises StateError."""
+    for _ in deletion(task, store):
+        pass
 
 
 def delete_carried_submissions(task: Task, store: Store, present: Collection[bytes]) -> None:
@@ -118,10 +170,10 @@ def _oldest_round(newest: HeadRecord | None, settings: round_state.Settings) -> 
     return newest.version - settings.staleness
 
 
-def _members(head: HeadRecord, store: Store) -> set[bytes]:
+def _members(head: HeadRecord, store: Store) -> Collection[bytes]:
     with contextlib.suppress(BlobLost):
-        return set(store.members(head).values())
-    return set()
+        return store.members(head).values()
+    return ()
 
 
 def _retained(heads: Sequence[HeadRecord], state: rollout_state.State) -> list[HeadRecord]:

@@ -13,12 +13,16 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from io import BufferedReader
+from itertools import islice
 from pathlib import Path
 
 from protocol.errors import BlobLost, StateError, TransferError
 from protocol.wire.codec import digest_of
+
+SLICE_FILES = 500
+"""Files that `delete_unneeded` decides about at once."""
 
 MAX_DAMAGED = 16
 """Damaged blobs that are kept."""
@@ -177,9 +181,7 @@ class BlobStore:
     def digests(self) -> Iterator[bytes]:
         with state_errors(self.folder):
             files = list(self.folder.iterdir())
-        for file in files:
-            with contextlib.suppress(ValueError):
-                yield bytes.fromhex(file.name)
+        return filter(None, (_digest_of(file.name) for file in files))
 
     def put(self, data: bytes) -> bytes:
         """Store `data` and return its digest; a blob that was damaged on disk is replaced."""
@@ -278,14 +280,43 @@ class BlobStore:
 
     def keep_only(self, digests: Collection[bytes]) -> None:
         """Delete all other blobs and unfinished downloads, except for files that are being written."""
-        names = {digest.hex() for digest in digests}
+        kept = frozenset(digests)
+        for _ in self.delete_unneeded(kept.intersection):
+            pass
+
+    def delete_unneeded(self, needed: Callable[[Collection[bytes]], Collection[bytes]]) -> Iterator[None]:
+        """Delete blobs and unfinished downloads that are not needed, except for files that are being written.
+
+        Yields after each `SLICE_FILES` files. `needed` returns those of the next files' digests that are needed when
+        these files are deleted, whatever was needed when the folder was opened.
+        """
         for folder in (self.folder, self._partial):
-            with state_errors(folder):
-                files = list(folder.iterdir())
-            for file in files:
-                with contextlib.suppress(OSError):
-                    if file.is_file() and file.name not in names and not _is_being_written(file):
-                        file.unlink()
+            with state_errors(folder), os.scandir(folder) as entries:
+                files = (entry for entry in entries if entry.is_file())
+                while paths := {file.name: file.path for file in islice(files, SLICE_FILES)}:
+                    _delete_unneeded(paths, needed)
+                    if len(paths) == SLICE_FILES:
+                        yield
+
+
+def _delete_unneeded(
+    paths: Mapping[str, str], needed: Callable[[Collection[bytes]], Collection[bytes]]
+) -> None:
+    """Delete files, given by their names, that are not needed."""
+    digests = set(filter(None, map(_digest_of, paths)))
+    kept = {digest.hex() for digest in needed(digests)}
+    for name, path in paths.items():
+        if name not in kept and not _is_being_written(file := Path(path)):
+            with contextlib.suppress(OSError):
+                file.unlink()
+
+
+def _digest_of(name: str) -> bytes:
+    """Return the digest that a file is named by; empty if it is not a blob's."""
+    try:
+        return bytes.fromhex(name)
+    except ValueError:
+        return b""
 
 
 def _is_being_written(file: Path) -> bool:

@@ -26,7 +26,7 @@ from aggregator.job_processes import JobRunner
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
-from aggregator.tasks.retention import delete_unneeded_blobs
+from aggregator.tasks.retention import deletion
 from aggregator.tasks.task_preparation import Task, prepare_task
 from benchmarks.processes import ROOT
 from benchmarks.report import Table, json_option, write_json
@@ -124,7 +124,11 @@ def measured(folder: Path, number: int) -> dict[str, list[float]]:
             timed.call("store one submission", partial(_put, store, task, f"device-{sequence}", sequence))
             timed.call("count the open collection after it", count)
             timed.call("pass of the rollout", lambda: releases.tick(at_once=True))
-        timed.call("delete what nothing needs", lambda: delete_unneeded_blobs(task, store))
+        steps = deletion(task, store)
+        while (
+            timed.call("step of the deletion of what nothing needs", lambda: next(steps, steps)) is not steps
+        ):
+            pass
     return {**timed.seconds, "transactions": timed.transactions}
 
 

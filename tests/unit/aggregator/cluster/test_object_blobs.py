@@ -3,6 +3,7 @@
 import contextlib
 import secrets
 import threading
+from collections.abc import Collection
 from datetime import timedelta
 from pathlib import Path
 
@@ -83,10 +84,15 @@ def test_blobs_of_an_object_store_are_read_ahead_in_bounded_memory(
     assert sorted(requested) == sorted(every)
 
 
+def _nothing(_: Collection[bytes]) -> set[bytes]:
+    """No blob is needed."""
+    return set()
+
+
 def test_new_objects_are_kept_for_an_hour(objects: ObjectBlobs) -> None:
     """The transaction that refers to one may not have ended yet."""
     digest = objects.put(DATA)
-    objects.keep_only(set())
+    list(objects.delete_unneeded(_nothing))
     assert objects.read(digest) == DATA
 
 
@@ -136,7 +142,11 @@ def test_fault_that_stays_is_an_error_and_loses_nothing(
         broken.put_in_batch(b"new", digest=digest_of(b"new"), batch=batch)
         with pytest.raises(StateError, match="cannot use s3://"):
             batch.finish()
-        for use in (lambda: DIGEST in broken, lambda: broken.keep_only(set()), broken.check_writable):
+        for use in (
+            lambda: DIGEST in broken,
+            lambda: next(broken.delete_unneeded(_nothing)),
+            broken.check_writable,
+        ):
             with pytest.raises(StateError, match="cannot use s3://"):
                 use()
     remote.heal()
@@ -187,7 +197,11 @@ def harm(remote: ObjectStore, fault: str) -> None:
 def test_deleted_bucket_is_no_lost_blob(objects: ObjectBlobs, remote: ObjectStore) -> None:
     """Otherwise all devices would be asked for their submissions, because of a wrong name or endpoint."""
     remote.direct("DELETE", path_of(objects, DIGEST).partition("/blobs/")[0] + "/owner")
-    for use in (lambda: objects.read(DIGEST), lambda: DIGEST in objects, lambda: objects.keep_only(set())):
+    for use in (
+        lambda: objects.read(DIGEST),
+        lambda: DIGEST in objects,
+        lambda: next(objects.delete_unneeded(_nothing)),
+    ):
         with pytest.raises(StateError, match="owner is missing") as raised:
             use()
         assert not isinstance(raised.value, BlobLost)

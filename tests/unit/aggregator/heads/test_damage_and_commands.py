@@ -40,7 +40,7 @@ def world(store: Store, monkeypatch: pytest.MonkeyPatch) -> test_calibration.Wor
 
 def _lose(store: Store, digest: bytes) -> None:
     store.blobs.path(digest).write_bytes(b"damaged")
-    store._members = b"", {}  # as in a program that was started since
+    store._members = {}  # as in a program that was started since
 
 
 @pytest.mark.parametrize("failures", [0, 1])

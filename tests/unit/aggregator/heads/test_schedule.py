@@ -17,7 +17,7 @@ from aggregator.coordination import round_state
 from aggregator.heads import schedule
 from aggregator.heads.next_head import folder_of, store_head
 from aggregator.heads.operator_commands import forget
-from aggregator.heads.schedule import RETENTION_S, Schedule
+from aggregator.heads.schedule import Schedule
 from aggregator.intake.accepted_submissions import AcceptedSubmissions
 from aggregator.job_processes import JobEnded, JobEvent, JobProgress, JobRunner
 from aggregator.storage.heads import TrainingProgress
@@ -27,6 +27,7 @@ from aggregator.storage.stored_values import LostFiles
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks import restoration
 from aggregator.tasks.restoration import heal
+from aggregator.tasks.retention import RETENTION_S
 from aggregator.tasks.task_preparation import Task, prepare_task
 from aggregator.training.jobs import Result, RoundJob
 from aggregator.training.trainer import KILLED, Finished
@@ -449,5 +450,5 @@ def test_earlier_tasks_expire_although_no_head_is_made(
         assert blob in store.blobs
     monkeypatch.setattr(store.clock, "now_s", lambda: started_s + 31 * 24 * 3600)
     training.tick()
-    assert store.submissions.tasks() == set()
+    assert store.tasks() == set()
     assert blob not in store.blobs

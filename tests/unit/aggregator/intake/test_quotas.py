@@ -151,7 +151,7 @@ def test_stored_bytes_follow_every_change(store: Store, changes: list[tuple[str,
     """They are what a sum over all rows gives, in which a submission that two tasks share counts once."""
     earlier = b"u" * 32
     for task in (TASK, earlier):
-        store.submissions.delete_task(task)
+        store.delete_rows(task, 100)
     for size, device in enumerate("ab", start=1):
         store.submissions.put(earlier, _record(device, size, bytes([size]) * 32))
     limits = Limits(max_storage_mb=1, device_submissions_per_hour=10**6)
@@ -169,7 +169,7 @@ def test_stored_bytes_follow_every_change(store: Store, changes: list[tuple[str,
                     raise _Undone
                 quotas = Quotas(store, limits, task=TASK)  # of the next program
             case "delete task":
-                store.submissions.delete_task(earlier)
+                store.delete_rows(earlier, 100)
             case _:
                 store.submissions.delete(device, TASK if kind == "delete" else None)
         assert quotas._stored_bytes()[1] == store.submissions.stored_bytes()

@@ -13,7 +13,6 @@ import pytest
 from msgspec.structs import replace
 
 from aggregator.config.task_file import load_task
-from aggregator.heads.schedule import RETENTION_S
 from aggregator.job_processes import JobRunner
 from aggregator.server.aggregator import Aggregator
 from aggregator.server.device_messages import DeviceMessages
@@ -22,6 +21,7 @@ from aggregator.status.collect import collect_status
 from aggregator.storage.background import WriteBatch
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
+from aggregator.tasks.retention import RETENTION_S
 from aggregator.tasks.task_preparation import prepare_task
 from aggregator.training.jobs import Result
 from aggregator.training.trainer import Finished

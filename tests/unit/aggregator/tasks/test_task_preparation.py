@@ -492,6 +492,20 @@ def _head(task: bytes, version: int, *, tensors: bool) -> HeadRecord:
     return HeadRecord(task=task, version=version, state="made", digest=digest, tensors=blob, file=file)
 
 
+NAMED = {
+    *(b"%s%d" % (name, number) for name in (b"a", b"b", b"file", b"head") for number in range(11)),
+    *(b"r%d%d" % (number, number) for number in range(9)),
+    *(bytes([version]) * 32 for version in range(11)),
+    *(TASK, ROUNDS_TASK, FIRST.digest, b"g" * 32, b"graph", b"superseded", b"\x0a"),
+}
+"""Digests that the rows of `filled` name, or may name."""
+
+
+def _needed(task: Task, store: Store) -> set[bytes]:
+    named = NAMED | {head.members for head in store.heads.all_planned()}
+    return needed_blobs(task, store, named)
+
+
 @pytest.fixture
 def filled(store: Store) -> Store:
     for version in (1, 2, 3):
@@ -515,7 +529,7 @@ def test_blobs_that_rounds_need(filled: Store) -> None:
     filled.heads.put_rollout(ROUNDS_TASK, State(newest=8, current=2, earlier=(1,), trial=Trial(3, 0.0)))
     for number in (7, 8):
         filled.submissions.put(ROUNDS_TASK, _row(f"r{number}", number=number))
-    needed = needed_blobs(ROUNDS, filled)
+    needed = _needed(ROUNDS, filled)
     assert {b"r77", b"r88"} <= needed
     assert not {b"r00", b"r11", b"r22", b"r33"} & needed
     assert {FIRST.digest, ROUNDS_TASK} <= needed
@@ -523,7 +537,7 @@ def test_blobs_that_rounds_need(filled: Store) -> None:
         assert bytes([version]) * 32 in needed
         assert b"file%d" % version in needed
     filled.heads.put_rollout(ROUNDS_TASK, State(newest=8, current=3, trial=None))
-    needed = needed_blobs(ROUNDS, filled)
+    needed = _needed(ROUNDS, filled)
     for version in range(1, 9):
         assert (bytes([version]) * 32 in needed) == (version >= 3)
         assert (b"file%d" % version in needed) == (version >= 3)
@@ -532,7 +546,7 @@ def test_blobs_that_rounds_need(filled: Store) -> None:
 
 def test_without_rounds_every_device_counts(filled: Store) -> None:
     """Whatever the age of its submission; the blobs that a task with rounds would continue with are kept."""
-    needed = needed_blobs(ONE_SHOT, filled)
+    needed = _needed(ONE_SHOT, filled)
     assert {b"a0", b"b0", TASK, b"r00", b"r33", b"\x03" * 32, b"g" * 32} <= needed
     assert {b"\x01" * 32, b"\x02" * 32} <= needed
 
@@ -545,8 +559,8 @@ def test_last_heads_are_kept(filled: Store) -> None:
     filled.heads.put_rollout(TASK, state)
     kept = {f"head{version}".encode() for version in (2, 4, 6, 7, 8, 9, 10)}
     heads = {f"head{version}".encode() for version in range(1, 11)}
-    assert needed_blobs(ONE_SHOT, filled) & heads == kept
-    assert needed_blobs(ROUNDS, filled) & heads == kept
+    assert _needed(ONE_SHOT, filled) & heads == kept
+    assert _needed(ROUNDS, filled) & heads == kept
     assert served_blobs(ONE_SHOT, filled.heads.all(TASK), state) & heads == kept
 
 
@@ -562,24 +576,24 @@ def test_earlier_tasks_expire(filled: Store, monkeypatch: pytest.MonkeyPatch) ->
     put_sums(
         filled.facts, SumLists(TASK, pending=PendingList(members={"a": "0a"}, request="", requested_s=0.0))
     )
-    delete_earlier_tasks(ROUNDS, filled)
+    list(delete_earlier_tasks(ROUNDS, filled))
     now_s = 0.9 * KEPT_S
-    delete_earlier_tasks(ROUNDS, filled)
-    assert {TASK, b"a0", b"g" * 32} <= needed_blobs(ROUNDS, filled)  # with its manifest, to be continued
-    delete_earlier_tasks(ONE_SHOT, filled)
+    list(delete_earlier_tasks(ROUNDS, filled))
+    assert {TASK, b"a0", b"g" * 32} <= _needed(ROUNDS, filled)  # with its manifest, to be continued
+    list(delete_earlier_tasks(ONE_SHOT, filled))
     now_s = 1.5 * KEPT_S
-    delete_earlier_tasks(ROUNDS, filled)
+    list(delete_earlier_tasks(ROUNDS, filled))
     assert set(filled.submissions.all(TASK)) == {"a", "b"}
     assert set(known_graphs(filled)) == {"own"}  # one that no task has used since
     now_s = 2.5 * KEPT_S
-    delete_earlier_tasks(_continuing(ROUNDS, TASK), filled)
+    list(delete_earlier_tasks(_continuing(ROUNDS, TASK), filled))
     assert set(filled.submissions.all(TASK)) == {"a", "b"}
-    delete_earlier_tasks(ROUNDS, filled)
+    list(delete_earlier_tasks(ROUNDS, filled))
     now_s = 3.5 * KEPT_S
-    delete_earlier_tasks(ROUNDS, filled)
-    assert filled.submissions.tasks() == {ROUNDS_TASK}
+    list(delete_earlier_tasks(ROUNDS, filled))
+    assert filled.tasks() == {ROUNDS_TASK}
     assert not filled.evaluations.of_head(TASK, 1)
-    assert not {TASK, b"a0", b"b0", b"\x0a", b"g" * 32} & needed_blobs(ROUNDS, filled)
+    assert not {TASK, b"a0", b"b0", b"\x0a", b"g" * 32} & _needed(ROUNDS, filled)
 
 
 def _continuing(task: Task, earlier: bytes) -> Task:
@@ -589,9 +603,9 @@ def _continuing(task: Task, earlier: bytes) -> Task:
 
 def test_members_of_a_pending_head_are_needed(filled: Store) -> None:
     planned = plan_head(filled, 4, task=ROUNDS_TASK, members={"x": b"superseded"})
-    assert {b"superseded", planned.members} <= needed_blobs(ROUNDS, filled)
+    assert {b"superseded", planned.members} <= _needed(ROUNDS, filled)
     filled.heads.delete(ROUNDS_TASK, 4)
-    assert not {b"superseded", planned.members} & needed_blobs(ROUNDS, filled)
+    assert not needed_blobs(ROUNDS, filled, {b"superseded", planned.members})
 
 
 def test_served_blobs() -> None:
