@@ -303,9 +303,8 @@ class PostgresDatabase:
     def check_file(self) -> None:
         """Do nothing: a connection that answers is one to the tables, which are not a file to delete."""
 
-    def check(self) -> None:
-        """Raise StateError if the tables cannot be read; damage within them is PostgreSQL's to find."""
-        self.read(READ_CHANGES)
+    def search_damage(self) -> None:
+        """Do nothing: damage is PostgreSQL's to find."""
 
     def close(self) -> None:
         with self._thread_lock:

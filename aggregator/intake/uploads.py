@@ -3,17 +3,19 @@
 import logging
 import os
 import shutil
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from aggregator.intake import intake_status
 from aggregator.intake.open_uploads import OpenUploads
 from aggregator.intake.validation import Refused
 from aggregator.storage.store import Store
-from protocol.errors import StateError
+from protocol.errors import StateError, ThreadFailed
 from protocol.log import event
 from protocol.storage.blobstore import state_errors
+from protocol.threads import start_thread
 from protocol.wire.messages import Frame, Receipt
 
 log = logging.getLogger(__name__)
@@ -26,8 +28,8 @@ TRIAL_BYTES = 64 * 1024
 EXPIRY_S = 60.0
 """Seconds between searches for uploads that were given up."""
 
-CHECK_S = 600.0
-"""Seconds between searches for damage in the database, which takes 1 ms per MB."""
+SEARCH_S = 600.0
+"""Seconds between searches for damage in the database: each takes 1 ms per MB, on a thread of its own."""
 
 MAX_ROOM_BYTES = 64 * 1024**2
 """Free space that a start needs, whatever is the size of an upload."""
@@ -51,13 +53,17 @@ def missing_room(folder: Path, max_bytes: int) -> str:
 class Uploads:
     """The uploads of devices, of at most `max_bytes`, until they are whole.
 
-    Raises StateError if there is no room for one: the program ends, and is started again after a while.
+    `on_failure` is called from a thread that has failed; it must only enqueue the failure. Raises StateError if there
+    is no room for an upload: the program ends, and is started again after a while.
     """
 
-    def __init__(self, store: Store, *, max_bytes: int) -> None:
+    def __init__(self, store: Store, *, max_bytes: int, on_failure: Callable[[ThreadFailed], None]) -> None:
         self._store = store
         self._max_bytes = max_bytes
-        self._expiry_s = self._check_s = 0.0
+        self._on_failure = on_failure
+        self._expiry_s = self._search_s = 0.0
+        self._search = threading.Thread()
+        """The last search for damage; at first one that was never started."""
         self._open = self._begin()
         self._require_room()
         intake_status.create(store.folder)
@@ -105,11 +111,11 @@ class Uploads:
     def tick(self) -> None:
         """Let time pass; raises StateError if the database cannot be relied on."""
         now_s = time.monotonic()
-        if now_s < self._check_s:
-            self._store.database.check_file()
-        else:
-            self._check_s = now_s + CHECK_S
-            self._store.database.check()
+        self._store.database.check_file()
+        if now_s >= self._search_s and not self._search.is_alive():
+            self._search_s = now_s + SEARCH_S
+            run = self._store.database.search_damage
+            self._search = start_thread(run, name="search for damage", on_failure=self._on_failure)
         if now_s >= self._expiry_s:
             self._expiry_s = now_s + EXPIRY_S
             for device, digest in self._open.expire(now_s - UNFINISHED_S):

@@ -67,7 +67,7 @@ class Aggregator:
         require_not_replaced(store.facts.get(Duplicate) or Duplicate(), command=TAKE_OVER)
         key, fleet = identity_of(store.folder), task.file.fleet
         presence = OwnPresence(epoch=_next_epoch(task, store), topic=fleet_topic(fleet, "state"), key=key)
-        self._uploads = Uploads(store, max_bytes=max_bytes)
+        self._uploads = Uploads(store, max_bytes=max_bytes, on_failure=events.put)
         self._training = Schedule(task, store, jobs)
         self._releases = Rollout(task, store)
         self._publisher = Publisher(

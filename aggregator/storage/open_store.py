@@ -92,7 +92,7 @@ class SqliteDatabase(Database):
         return self.transaction("DEFERRED")
 
     def check_file(self) -> None:
-        """Raise StateError if what is written is lost: the file was deleted or replaced, or `check` found damage."""
+        """Raise StateError if what is written is lost: the file was deleted, replaced, or found damaged."""
         files = self._files()
         if any(files.get(path) != identity for path, identity in self._open_files.items()):
             raise StateError(
@@ -102,17 +102,14 @@ class SqliteDatabase(Database):
         if self._damage:
             raise StateError(self._damage)
 
-    def check(self) -> None:
-        """Do what `check_file` does, after a search for damage in the file's structure."""
-        self._damage = ""
-        self.check_file()
+    def search_damage(self) -> None:
+        """Search for damage in the file's structure, on any thread; `check_file` reports it from then on."""
         try:
-            self._search_damage()
+            self._examine()
         except StateError as error:
             self._damage = str(error)
-            raise
 
-    def _search_damage(self) -> None:
+    def _examine(self) -> None:
         """Read the whole file by a connection that has nothing of it in memory."""
         uri = self._uri("ro")
         with self._errors(), contextlib.closing(sqlite3.connect(uri, uri=True, timeout=10)) as database:

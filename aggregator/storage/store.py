@@ -53,8 +53,8 @@ class FleetDatabase(Tables, Protocol):
     def check_file(self) -> None:
         """Raise StateError if what is written is lost, as to a file that was deleted."""
 
-    def check(self) -> None:
-        """Do what `check_file` does, after a search for damage."""
+    def search_damage(self) -> None:
+        """Search for damage, which `check_file` reports from then on; called on a thread of its own."""
 
     def close(self) -> None:
         """Close the tables, and release what keeps other aggregators out."""

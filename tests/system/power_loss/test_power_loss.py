@@ -82,7 +82,8 @@ def _losses_of_aggregator(folder: Path, life: Life, time_s: float) -> Iterator[s
         stored = [digest for name in ("one", "two") for _, digest in store.submissions.of_device(name)]
         heads = [digest for head in store.heads.all() for digest in (head.digest, head.file)]
         yield from (f"blob {each.hex()}" for each in (*stored, *heads) if not store.blobs.is_whole(each))
-        store.database.check()
+        store.database.search_damage()
+        store.database.check_file()
 
 
 def _losses_of_device(folder: Path, life: Life, time_s: float) -> Iterator[str]:

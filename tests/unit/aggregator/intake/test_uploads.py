@@ -14,7 +14,7 @@ from aggregator.intake.intake_status import IntakeStatus
 from aggregator.intake.uploads import Uploads
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
-from protocol.errors import StateError
+from protocol.errors import StateError, ThreadFailed
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Receipt
 from protocol.wire.transfer import frames_of
@@ -29,8 +29,12 @@ LARGE = bytes(range(256)) * 20_000
 LARGE_FRAMES = list(frames_of(LARGE, digest=digest_of(LARGE)))
 
 
-def _uploads(store: Store) -> Uploads:
-    return Uploads(store, max_bytes=6 * 10**6)
+def _uploads(store: Store, *, max_bytes: int = 6 * 10**6) -> Uploads:
+    return Uploads(store, max_bytes=max_bytes, on_failure=_raise)
+
+
+def _raise(failure: ThreadFailed) -> None:
+    raise failure
 
 
 def _take_all(uploads: Uploads, payload: bytes) -> None:
@@ -86,18 +90,18 @@ def test_start_needs_room_for_an_upload() -> None:
         fill(disk)
         needed = f"not enough disk space in {store.folder}: 0.4 MB needed, 0.0 MB available"
         with pytest.raises(StateError, match=re.escape(needed)):
-            Uploads(store, max_bytes=10**8)
+            _uploads(store, max_bytes=10**8)
         os.truncate(disk / "filler", (disk / "filler").stat().st_size - 10**6)
-        Uploads(store, max_bytes=10**8)
+        _uploads(store, max_bytes=10**8)
 
 
 def test_start_deletes_unfinished_uploads_that_fill_the_disk() -> None:
     """Otherwise no upload could ever end."""
     with small_disk(size_bytes=8 * 1024**2) as disk, contextlib.closing(open_store(disk / "state")) as store:
-        uploads = Uploads(store, max_bytes=10**8)
+        uploads = _uploads(store, max_bytes=10**8)
         with pytest.raises(StateError, match="No space left"):
             _take_all(uploads, bytes(10**7))
-        uploads = Uploads(store, max_bytes=10**8)
+        uploads = _uploads(store, max_bytes=10**8)
         assert _files(store) == []
         assert [uploads.take("a", frame) for frame in FRAMES][-1] == PAYLOAD
 

@@ -1,8 +1,10 @@
 """From submissions to a head, over restarts, failures, and a full disk."""
 
+import contextlib
 import dataclasses
 import queue
 import shutil
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -200,17 +202,41 @@ def test_database_that_is_lost_while_running_ends_the_program(tmp_path: Path, da
     before = file.read_bytes()
     expected = "deleted or replaced"
     if damage == "damaged":
-        bench.daemon._uploads._check_s = 0.0
+        bench.daemon._uploads._search.join()
+        bench.daemon._uploads._search_s = 0.0
         file.write_bytes(before[: len(before) // 2].ljust(len(before), b"\xff"))
         expected = "restore it from a backup"
     else:
         file.rename(tmp_path / "away")
     if damage == "replaced":
         file.write_bytes(before)
+    if damage == "damaged":
+        with contextlib.suppress(StateError):  # it may notice the damage itself
+            bench.handle()
+        bench.daemon._uploads._search.join()
     with pytest.raises(StateError, match=expected):
         bench.handle(bench.submission(sequence=2))
     assert bench.sent == [] or damage == "damaged"
     store.close()
+
+
+def test_a_search_for_damage_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large file takes seconds; what is found ends the program."""
+    bench, may_end = Bench(tmp_path, PATIENT), threading.Event()
+
+    def examine() -> None:
+        may_end.wait()
+        raise StateError("damaged: restore it")
+
+    monkeypatch.setattr(bench.store.database, "_examine", examine)
+    for sequence in (1, 2):
+        bench.daemon._uploads._search_s = 0.0
+        assert bench.handle(bench.submission(sequence=sequence)) == ["received"]
+    may_end.set()
+    bench.daemon._uploads._search.join()
+    with pytest.raises(StateError, match="damaged: restore it"):
+        bench.handle(bench.submission(sequence=3))
+    bench.store.close()
 
 
 def test_folder_of_blobs_that_is_deleted_while_running_ends_the_program(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task_preparation import Task
 from protocol.enrollment import read_enrollment
+from protocol.errors import ThreadFailed
 from protocol.mqtt.reconnecting_session import Received
 from protocol.wire import topics
 from protocol.wire.codec import digest_of, encode
@@ -47,6 +48,10 @@ TASK = served_task(
 )
 
 
+def _raise(failure: ThreadFailed) -> None:
+    raise failure
+
+
 class Bench:
     """An intake in round 2."""
 
@@ -59,7 +64,7 @@ class Bench:
         self.intake = MessageIntake(
             store,
             task,
-            uploads=Uploads(store, max_bytes=10**6),
+            uploads=Uploads(store, max_bytes=10**6, on_failure=_raise),
             publisher=publisher,
             blob_sender=blob_sender,
         )

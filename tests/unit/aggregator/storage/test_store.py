@@ -284,18 +284,17 @@ def open_database(folder: Path) -> SqliteDatabase:
 def test_file_that_is_deleted_or_replaced_is_noticed(tmp_path: Path, name: str) -> None:
     """The file and its log; the same file moved back is none."""
     database, file, away = open_database(tmp_path), tmp_path / name, tmp_path / "away"
-    database.check()
+    database.check_file()
     file.rename(away)
     for is_replaced in (False, True):
         if is_replaced:
             file.write_bytes(away.read_bytes())
-        for check in (database.check_file, database.check):
-            with pytest.raises(
-                StateError, match=r"deleted or replaced while `aggregator run` was running: .*, restore it"
-            ):
-                check()
+        with pytest.raises(
+            StateError, match=r"deleted or replaced while `aggregator run` was running: .*, restore it"
+        ):
+            database.check_file()
     away.replace(file)
-    database.check()
+    database.check_file()
 
 
 @pytest.mark.parametrize(
@@ -310,13 +309,14 @@ def test_file_that_is_deleted_or_replaced_is_noticed(tmp_path: Path, name: str) 
 def test_damage_is_noticed_while_the_file_is_open(
     tmp_path: Path, damage: Callable[[bytes], bytes], reason: str
 ) -> None:
-    """Although all of it is in memory; `check_file` then reports the same."""
+    """Although all of it is in memory."""
     database, file = open_database(tmp_path), tmp_path / "aggregator.sqlite"
     database.read("PRAGMA wal_checkpoint(TRUNCATE)")
     data = damage(file.read_bytes())
     with file.open("r+b") as opened:
         opened.truncate(len(data))
         opened.write(data)
-    for check in (database.check, database.check_file):
-        with pytest.raises(StateError, match=f"aggregator.sqlite: .*{reason}.*: restore it"):
-            check()
+    database.check_file()
+    database.search_damage()
+    with pytest.raises(StateError, match=f"aggregator.sqlite: .*{reason}.*: restore it"):
+        database.check_file()
