@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from aggregator.intake.upload import Size, Upload
+from aggregator.intake.upload import UPLOAD_BYTES, Size, Upload
 from aggregator.intake.validation import Refused
 from protocol.errors import TransferError
 from protocol.wire.messages import Frame, Receipt
@@ -27,6 +27,8 @@ class OpenUploads:
     `max_memory_bytes` and it has been without a frame for longest: then its bytes move to its file. A device with
     `per_device` uploads replaces its own. If the files are larger than `max_file_bytes`, the device whose files are
     largest loses its oldest upload. So a device never displaces an upload of one that stores less.
+
+    An upload that may move to a file is refused if the files of all could become larger than the disk has room for.
     """
 
     folder: Path
@@ -35,6 +37,8 @@ class OpenUploads:
     """Greatest size of a payload."""
     holds: Callable[[str, bytes], bool]
     """Returns True for a device and the digest of a payload that was accepted earlier."""
+    room: Callable[[], float]
+    """Returns the bytes by which the files may grow."""
     per_device: int = 2
     max_upload_memory_bytes: int = 4 * _MIB
     max_memory_bytes: int = 64 * _MIB
@@ -51,10 +55,13 @@ class OpenUploads:
         """Each device's uploads, in the same order."""
         self._sizes: dict[Key, Size] = {}
         """The bytes that count for each."""
+        self._announced_bytes = 0
+        """The sizes of all once they are whole, in memory or in files."""
         self._memory_bytes = 0
         self._file_bytes = Counter[str]()
         """By device."""
         self._all_file_bytes = 0
+        self._written_bytes = 0
 
     def take(self, device: str, frame: Frame, *, now_s: float = 0.0) -> Receipt | bytes | None:
         """Add a frame whose signature was verified.
@@ -106,9 +113,22 @@ class OpenUploads:
         own = list(self._keys_of.get(key[0], ()))
         for other in own[: len(own) - self.per_device + 1]:
             self._drop(other)
+        self._require_room(frame)
+        self._announced_bytes += UPLOAD_BYTES + frame.size_bytes
         path = self.folder / f"{key[0]}-{frame.digest.hex()}"
         self._uploads[key] = Upload(frame.digest, frame.size_bytes, path=path)
         self._keys_of.setdefault(key[0], {})[key] = None
+
+    def _require_room(self, frame: Frame) -> None:
+        """Raise Refused if an upload may move to a file, and there is no room for all files once they are whole."""
+        announced = self._announced_bytes + UPLOAD_BYTES + frame.size_bytes
+        is_small = frame.size_bytes <= self.max_upload_memory_bytes and announced <= self.max_memory_bytes
+        if is_small or len(frame.data) == frame.size_bytes:
+            return
+        needed, room = min(announced, self.max_file_bytes) - self._written_bytes, max(0.0, self.room())
+        if needed > room:
+            text = f"not enough disk space: {needed / 1e6:.1f} MB needed, {room / 1e6:.1f} MB available"
+            raise Refused("no_space", text)
 
     def _touch(self, key: Key, upload: Upload, now_s: float) -> None:
         """Move an upload to the end of each order: it has the newest frame."""
@@ -136,6 +156,7 @@ class OpenUploads:
 
     def _drop(self, key: Key) -> None:
         upload = self._uploads.pop(key)
+        self._announced_bytes -= UPLOAD_BYTES + upload.size_bytes
         self._in_memory.pop(key, None)
         own = self._keys_of[key[0]]
         del own[key]
@@ -149,6 +170,7 @@ class OpenUploads:
         """Count what an upload takes now, in place of what it took before."""
         before, self._sizes[key] = self._sizes.get(key, Size()), size
         self._memory_bytes += size.memory - before.memory
+        self._written_bytes += size.written - before.written
         if added := size.file - before.file:
             self._all_file_bytes += added
             self._file_bytes[key[0]] += added

@@ -32,6 +32,9 @@ class Size(NamedTuple):
 
     memory: int = 0
     file: int = 0
+    """With those of unused parts of blocks."""
+    written: int = 0
+    """Without them."""
 
 
 class Upload:
@@ -62,7 +65,7 @@ class Upload:
     def size(self) -> Size:
         in_memory = UPLOAD_BYTES + self.received_bytes - self._flushed_bytes + len(self._pieces) * PIECE_BYTES
         in_file = self._flushed_bytes + len(self._starts) * STRETCH_BYTES if self._flushed_bytes else 0
-        return Size(in_memory, in_file)
+        return Size(in_memory, in_file, self._flushed_bytes)
 
     def add(self, frame: Frame) -> None:
         """Store the new bytes of a frame in memory.

@@ -1,6 +1,7 @@
 """Intake of device uploads, which needs a disk with room for one."""
 
 import logging
+import math
 import os
 import shutil
 import threading
@@ -42,12 +43,16 @@ MAX_DETAIL = 500
 
 def missing_room(folder: Path, max_bytes: int) -> str:
     """Return what a state directory lacks for an upload; empty if there is room. Raises StateError."""
+    free, needed = _free_and_needed(folder, max_bytes)
+    return "" if free >= needed else f"{needed / 1e6:.1f} MB needed, {free / 1e6:.1f} MB available"
+
+
+def _free_and_needed(folder: Path, max_bytes: int) -> tuple[float, int]:
+    """Return the free bytes of a state directory's disk, and those that a start needs."""
     with state_errors(folder):
         disk = shutil.disk_usage(folder)
     needed = min(max_bytes, MAX_ROOM_BYTES, int(disk.total * ROOM_SHARE))
-    if disk.free >= needed or not disk.total:  # some file systems say 0
-        return ""
-    return f"{needed / 1e6:.1f} MB needed, {disk.free / 1e6:.1f} MB available"
+    return disk.free if disk.total else math.inf, needed  # some file systems say 0
 
 
 class Uploads:
@@ -74,7 +79,14 @@ class Uploads:
         with state_errors(folder):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(exist_ok=True)
-        return OpenUploads(folder=folder, max_bytes=self._max_bytes, holds=self._store.holds)
+        return OpenUploads(
+            folder=folder, max_bytes=self._max_bytes, holds=self._store.holds, room=self._file_room
+        )
+
+    def _file_room(self) -> float:
+        """Return the bytes by which files may grow so that the next start has room."""
+        free, needed = _free_and_needed(self._store.folder, self._max_bytes)
+        return free - needed
 
     def _require_room(self) -> None:
         """Raise StateError unless there is room for an upload, also in the database."""

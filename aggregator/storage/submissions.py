@@ -114,6 +114,14 @@ class Submissions:
         """Return a number that grows with each deletion."""
         return int(self._database.read("SELECT coalesce(max(number), 0) FROM deletions")[0][0])
 
+    def forget_deletions(self, *, before: int, most: int) -> None:
+        """Delete the oldest rows of deletions up to a change number, but for the newest, so many at most."""
+        self._database.write(
+            "DELETE FROM deletions WHERE number IN (SELECT number FROM deletions WHERE number <= ? "
+            "AND number < (SELECT max(number) FROM deletions) ORDER BY number LIMIT ?)",
+            *(before, most),
+        )
+
     def note_deletion(self) -> None:
         """Let `newest_deletion` grow, after rows of an earlier task were deleted."""
         with change(self._database) as number:

@@ -28,7 +28,7 @@ PAUSE_S = 0.25
 """Seconds from one slice of a deletion to the next."""
 
 SLICE_ROWS = 200
-"""Rows of an earlier task that are deleted at once."""
+"""Rows that are deleted at once."""
 
 
 class Retention:
@@ -38,6 +38,8 @@ class Retention:
         self._task, self._store = task, store
         self._due_s = store.clock.now_s() + RETENTION_S  # not while devices connect after a start
         self._deletion = deletion(task, store)
+        self._seen = 0
+        """The number of the last change when a deletion ended; the intake has read all changes until then."""
         for head in store.heads.all_planned():
             _members(head, store)  # are in memory from now on
 
@@ -50,6 +52,8 @@ class Retention:
             return
         self._due_s = now_s + RETENTION_S
         self._deletion = deletion(self._task, self._store)
+        self._store.submissions.forget_deletions(before=self._seen, most=SLICE_ROWS)
+        self._seen = self._store.newest_change()
 
 
 def served_blobs(task: Task, heads: Sequence[HeadRecord], state: rollout_state.State) -> set[bytes]:

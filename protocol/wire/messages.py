@@ -100,7 +100,7 @@ Reason = Literal[
     "superseded",  # a submission with a higher sequence is stored; the receipt contains it
     "late",  # for a closed round that is too old to count; the device continues with the open round
     "unknown_round",  # for a round that has not begun
-    "no_space",  # the aggregator cannot store anything; the device keeps the message and retries later
+    "no_space",  # the aggregator has no room for the transfer; the device keeps the message and retries later
     "signature",  # the signature is missing, invalid, or made with an untrusted key
     "revoked",  # the device's key was revoked
     "replayed",  # a manifest with a lower release than one that was seen

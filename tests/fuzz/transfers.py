@@ -88,6 +88,12 @@ LIMITS = {
     "max_file_bytes": 3 * STRETCH_BYTES,
 }
 
+DISK_BYTES = 10_000
+
+
+def _bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
+
 
 def take_frames(data: bytes) -> None:
     """Take any frames: limits hold, a payload is the announced one, and nothing but `Refused` is raised."""
@@ -97,7 +103,12 @@ def take_frames(data: bytes) -> None:
         folder = _folder() / "open"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        return OpenUploads(folder=folder, holds=lambda *key: key in complete, **LIMITS)
+        return OpenUploads(
+            folder=folder,
+            holds=lambda *key: key in complete,
+            room=lambda: DISK_BYTES - _bytes(folder),
+            **LIMITS,
+        )
 
     uploads = started()
     for now, (kind, number, size, offset, length) in enumerate(_operations(data, 5)):
@@ -131,6 +142,8 @@ def check_limits(uploads: OpenUploads) -> None:
     held = [*uploads._uploads.values()]
     assert uploads._memory_bytes == sum(each.size.memory for each in held)
     assert uploads._all_file_bytes == sum(each.size.file for each in held) <= uploads.max_file_bytes
+    assert uploads._announced_bytes == sum(UPLOAD_BYTES + each.size_bytes for each in held)
+    assert uploads._written_bytes == sum(each.size.written for each in held)
     assert uploads._file_bytes.total() == uploads._all_file_bytes
     in_memory = [each for each in held if each.size.memory > UPLOAD_BYTES]
     assert uploads._memory_bytes <= uploads.max_memory_bytes or not in_memory

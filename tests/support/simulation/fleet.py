@@ -4,6 +4,7 @@ The power may fail between any two of the device's actions; it restarts from its
 """
 
 import functools
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -86,7 +87,12 @@ class World:
     @functools.cached_property
     def uploads(self) -> OpenUploads:
         in_memory = Path("/dev/null")
-        return OpenUploads(folder=in_memory, max_bytes=10**6, holds=lambda _, digest: digest in self.taken)
+        return OpenUploads(
+            folder=in_memory,
+            max_bytes=10**6,
+            holds=lambda _, digest: digest in self.taken,
+            room=lambda: math.inf,
+        )
 
     def arrives(self) -> bool:
         return self.random.random() >= self.loss

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -28,15 +29,15 @@ DIGEST = digest_of(PAYLOAD)
 FRAMES = list(frames_of(PAYLOAD, digest=DIGEST, chunk_bytes=30))
 """Four: 0, 30, 60 and 90."""
 
-_in_memory = functools.partial(OpenUploads, folder=Path(os.devnull), max_bytes=1000, holds=lambda *_: False)
+_any = functools.partial(OpenUploads, max_bytes=1000, holds=lambda *_: False, room=lambda: math.inf)
+_in_memory = functools.partial(_any, folder=Path(os.devnull))
 """It cannot write a file."""
 
 
 @pytest.fixture
 def in_files(tmp_path: Path) -> Callable[..., OpenUploads]:
     """Return a function that makes open uploads which move each frame to a file."""
-    limits = {"max_upload_memory_bytes": UPLOAD_BYTES}
-    return functools.partial(OpenUploads, folder=tmp_path, max_bytes=1000, holds=lambda *_: False, **limits)
+    return functools.partial(_any, folder=tmp_path, max_upload_memory_bytes=UPLOAD_BYTES)
 
 
 def _frame(offset: int, data: bytes = b"x", *, digest: bytes = DIGEST, size_bytes: int = 100) -> Frame:
@@ -163,6 +164,44 @@ def test_one_device_does_not_displace_the_uploads_of_others(in_files: Callable[.
         check_limits(uploads)
     uploads.take("slow", slow[1])
     assert uploads.take("slow", slow[2]) == bytes(300)
+
+
+def test_upload_that_the_disk_has_no_room_for_is_refused(in_files: Callable[..., OpenUploads]) -> None:
+    """The sizes of other uploads count, less what is written of them; the end of one makes room."""
+    disk, written = 25_000, 0
+    uploads = in_files(max_bytes=10**6, room=lambda: disk - written)
+    contents = [bytes([number]) * 10_000 for number in range(3)]
+    a, b, c = ([*frames_of(each, digest=digest_of(each), chunk_bytes=5000)] for each in contents)
+    assert uploads.take("a", a[0]) is None
+    written = 5000
+    assert uploads.take("b", b[0]) is None
+    expected = "not enough disk space: 0.0 MB needed, 0.0 MB available"
+    for frame in c:
+        with pytest.raises(Refused, match=expected) as refused:
+            uploads.take("c", frame)
+        assert refused.value.reason == "no_space"
+    assert uploads.take("c", _frame(0, PAYLOAD)) == PAYLOAD  # whole at once
+    assert uploads.take("a", a[1]) == contents[0]
+    written = 5000
+    assert uploads.take("c", c[0]) is None
+    check_limits(uploads)
+
+
+def test_small_uploads_are_refused_once_they_may_move_to_files() -> None:
+    """As long as all of them fit the memory, the disk may be full."""
+    uploads = _in_memory(room=lambda: -1.0, max_memory_bytes=2 * (UPLOAD_BYTES + 100 + PIECE_BYTES))
+    for device in ("a", "b"):
+        uploads.take(device, FRAMES[0])
+    with pytest.raises(Refused, match="not enough disk space"):
+        uploads.take("c", FRAMES[0])
+
+
+def test_no_more_room_is_needed_than_files_may_take() -> None:
+    """However much a client announces, without sending it."""
+    uploads = _in_memory(max_bytes=2**30, max_file_bytes=2**31, room=lambda: 2.0**31)
+    for number in range(100):
+        uploads.take(f"device-{number}", _frame(0, size_bytes=2**30))
+    check_limits(uploads)
 
 
 def test_two_uploads_of_the_greatest_size_have_room() -> None:

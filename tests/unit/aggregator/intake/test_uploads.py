@@ -1,6 +1,7 @@
 """Intake of uploads on a real disk, over restarts; and its status."""
 
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from aggregator.intake import intake_status
 from aggregator.intake import uploads as intake
 from aggregator.intake.intake_status import IntakeStatus
 from aggregator.intake.uploads import Uploads
+from aggregator.intake.validation import Refused
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from protocol.errors import StateError, ThreadFailed
@@ -99,11 +101,34 @@ def test_start_deletes_unfinished_uploads_that_fill_the_disk() -> None:
     """Otherwise no upload could ever end."""
     with small_disk(size_bytes=8 * 1024**2) as disk, contextlib.closing(open_store(disk / "state")) as store:
         uploads = _uploads(store, max_bytes=10**8)
+        payload = bytes(6 * 10**6)
+        frames = list(frames_of(payload, digest=digest_of(payload)))
+        uploads.take("a", frames[0])
+        fill(disk)
         with pytest.raises(StateError, match="No space left"):
-            _take_all(uploads, bytes(10**7))
+            list(map(functools.partial(uploads.take, "a"), frames[1:]))
+        (disk / "filler").unlink()
         uploads = _uploads(store, max_bytes=10**8)
         assert _files(store) == []
         assert [uploads.take("a", frame) for frame in FRAMES][-1] == PAYLOAD
+
+
+def test_unfinished_uploads_leave_the_room_that_a_start_needs() -> None:
+    """On a disk with less room than all files may take: one that does not fit is refused, and nothing fails."""
+    with small_disk(size_bytes=16 * 1024**2) as disk, contextlib.closing(open_store(disk / "state")) as store:
+        uploads = _uploads(store, max_bytes=10**8)
+        payloads = [bytes([number]) * 6 * 10**6 for number in range(3)]
+        first, *others = ([*frames_of(each, digest=digest_of(each))] for each in payloads)
+        for frame in first[:-1]:
+            uploads.take("a", frame)
+        for frame in others[0][:-1]:
+            uploads.take("b", frame)
+        for frames in (others[1], [*frames_of(bytes(10**7), digest=digest_of(bytes(10**7)))]):
+            with pytest.raises(Refused, match="not enough disk space"):
+                uploads.take("c", frames[-1])
+        assert intake.missing_room(disk, 10**8) == ""
+        assert uploads.take("a", first[-1]) == payloads[0]
+        assert isinstance(uploads.take("c", others[1][-1]), Receipt)
 
 
 def test_status_is_written_on_a_full_disk(tmp_path: Path) -> None:
