@@ -7,7 +7,7 @@ from typing import Any
 from protocol.errors import ConfigError, RuntimeMissing, pip_command
 
 DATABASES = {"postgresql": "aggregator.cluster.tables", "postgres": "aggregator.cluster.tables"}
-"""By the scheme of `--store`: `check_url`, `open_database`, and `run`, which calls what opens and serves them."""
+"""By the scheme of `--store`: `check_url` and `open_database`."""
 
 BLOBS = {"s3": "aggregator.cluster.object_blobs"}
 """By the scheme of `--blobs`: `open_blobs` for a job, and `blobs_of` for an aggregator."""

@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 import psycopg
 
-from aggregator.cluster.errors import NotLeader
-from aggregator.cluster.postgresql import READ_CHANGES, Holder, PostgresDatabase, elapsed_s
+from aggregator.cluster.postgresql import READ_CHANGES, Holder, NotLeader, PostgresDatabase, elapsed_s
 from aggregator.cluster.standby import Standby
 from protocol.errors import StateError
 from protocol.log import event

@@ -20,10 +20,9 @@ from urllib.parse import urlsplit
 from uuid import uuid4
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
+from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import S3Store
 
-from aggregator.cluster.errors import NoAnswer
 from aggregator.storage.background import WriteBatch, submit
 from aggregator.storage.blobs import blob_or_loss
 from aggregator.storage.stored_values import BlobLocation
@@ -74,9 +73,6 @@ _ADVICE = {
 Without other credentials it asks the metadata service of a machine at AWS. InvalidContentType is its name of an answer
 that is not TLS.
 """
-
-_REFUSALS = ("status code: 40", *_ADVICE)
-"""Parts of the library's errors after which waiting does not help."""
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 
@@ -178,11 +174,11 @@ class ObjectBlobs:
                 return data
             wrong.add(got)
         if len(wrong) > 1:
-            raise NoAnswer(
+            raise StateError(
                 f"cannot use {self.location}: {digest.hex()} arrives with other contents each time"
             )
         if digest_of(self._check_owner()) in wrong:
-            raise NoAnswer(f"cannot use {self.location}: it gives the same answer to each request")
+            raise StateError(f"cannot use {self.location}: it gives the same answer to each request")
         if None not in wrong:
             raise self._moved(digest)
         raise BlobLost(digest, f"{self.location}/blobs/{digest.hex()} is missing")
@@ -289,9 +285,7 @@ class ObjectBlobs:
         try:
             yield
         except (BaseError, OSError, ValueError) as error:
-            is_refusal = any(each in str(error) for each in _REFUSALS)
-            kind = NoAnswer if isinstance(error, GenericError) and not is_refusal else StateError
-            raise kind(f"cannot use {self.location}: {_reason(error)}") from None
+            raise StateError(f"cannot use {self.location}: {_reason(error)}") from None
 
 
 def open_blobs(location: str) -> ObjectBlobs:

@@ -19,10 +19,9 @@ import msgspec
 import psycopg
 
 from aggregator.cluster.dialect import postgresql_script, postgresql_statement
-from aggregator.cluster.errors import NoAnswer, NotLeader
 from aggregator.cluster.state_folder import check_state_folder
 from aggregator.storage import schema
-from protocol.errors import NoStateError, StateError
+from protocol.errors import NoStateError, ProtofleetError, StateError
 from protocol.storage.elapsed_clock import ElapsedClock, machine_time
 from protocol.storage.facts import Facts
 
@@ -97,6 +96,10 @@ class Holder:
     """Its program reads no results, or sends nothing."""
     idle_s: float
     """Seconds since the beginning or end of its last statement; 0 if another role may not see it."""
+
+
+class NotLeader(ProtofleetError):
+    """Another aggregator leads the fleet, or the tables went back in time: this one can write nothing more."""
 
 
 class PostgresDatabase:
@@ -408,9 +411,7 @@ class PostgresDatabase:
                 if "no password supplied" in text
                 else ""
             )
-            is_outage = isinstance(error, psycopg.OperationalError) and _may_pass(text)
-            kind = NoAnswer if is_outage or is_replaced else StateError
-            raise kind(f"cannot use {self.path}: {text}{todo}") from error
+            raise StateError(f"cannot use {self.path}: {text}{todo}") from error
 
 
 class Connection(psycopg.Connection[Any]):
@@ -434,14 +435,6 @@ class Connection(psycopg.Connection[Any]):
                 wanted = gen.send(ready)
             except StopIteration as end:
                 return end.value
-
-
-def _may_pass(reason: str) -> bool:
-    """Return True if a connection may succeed later: its failure is no answer such as a wrong password."""
-    passing = ("the database system is", "too many", "connection slots", "terminating connection")
-    return any(text in reason for text in passing) or not (
-        "FATAL:" in reason or "no password supplied" in reason
-    )
 
 
 def _storable(value: Any) -> Any:

@@ -77,7 +77,7 @@ def run(settings: ServeSettings, pipe: Connection) -> None:
     from aggregator.config.task_file import class_name_notes, load_task
     from aggregator.config.training_packages import require_packages_of
     from aggregator.server.aggregator import prepare, serve
-    from aggregator.storage.open_store import open_store, run_with_store
+    from aggregator.storage.open_store import open_store
 
     task_file, backbones = load_task(settings.task)
     require_packages_of(task_file)
@@ -85,18 +85,17 @@ def run(settings: ServeSettings, pipe: Connection) -> None:
         log.warning("class names: %s", note)
     if (engine := task_file.training.engine) in ENGINES:
         cluster_module(ENGINES, engine).require()
-    state, database = settings.state, settings.database
+    state = settings.state
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     jobs = SupervisedJobs(pipe, events.put)
     wait_for_folder(state)
 
-    def open_and_serve() -> None:
-        opened = open_store(state, lock=True, blobs=settings.blobs, database=database, fleet=task_file.fleet)
-        with contextlib.closing(opened) as store, reason_kept(state):
-            prepared, access = prepare(task_file, backbones, store, settings.access)
-            serve(prepared, store, broker=settings.brokers, access=access, events=events, jobs=jobs)
-
-    run_with_store(state, database, open_and_serve)
+    opened = open_store(
+        state, lock=True, blobs=settings.blobs, database=settings.database, fleet=task_file.fleet
+    )
+    with contextlib.closing(opened) as store, reason_kept(state):
+        prepared, access = prepare(task_file, backbones, store, settings.access)
+        serve(prepared, store, broker=settings.brokers, access=access, events=events, jobs=jobs)
 
 
 def wait_for_folder(state: Path) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -177,15 +176,6 @@ def open_store(
         opened.close()
         raise
     return store
-
-
-def run_with_store(folder: Path, database: str, run: Callable[[], None]) -> None:
-    """Call `run`, which opens the state directory with `lock`; with tables elsewhere, it may be called again."""
-    location = Location(database, "") if database else recorded_location(folder)
-    if location is None:
-        run()
-    else:
-        cluster_module(DATABASES, location.database).run(run)
 
 
 def _open_elsewhere(folder: Path, location: Location, *, read_only: bool, lock: bool) -> FleetDatabase:

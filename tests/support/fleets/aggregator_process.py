@@ -122,9 +122,12 @@ class Daemon:
 
 
 @contextmanager
-def aggregator(task: Path, broker: BrokerAddress, *options: str) -> Iterator[Daemon]:
+def aggregator(
+    task: Path, broker: BrokerAddress, *options: str, program: str = Fleet.aggregator_program
+) -> Iterator[Daemon]:
     """Run the aggregator on a task file, with its state and log beside that."""
     with Fleet(task.parent, broker) as fleet:
+        fleet.aggregator_program = program
         fleet.aggregator_state = task.parent / "state"
         fleet.start_aggregator(task, *options)
         yield Daemon(fleet)

@@ -73,6 +73,7 @@ def test_a_standby_takes_over_from_a_paused_leader(fleet: TwoAggregators, addres
         upload = submission(task=digest_of(a.task()))
         assert a.upload(upload).status == "received"
         _send_half(b, upload)
+        assert b.receipt(digest_of(encode(upload))).status == "missing"
         fleet.pause("first")
         c.send_payload(encode(upload))
         fleet.wait_for_log("second", LEADS)

@@ -15,16 +15,15 @@ import psycopg
 import pytest
 
 from aggregator.cluster import lead
-from aggregator.cluster.errors import NoAnswer, NotLeader
+from aggregator.cluster.postgresql import NotLeader
 from aggregator.cluster.standby import Standby
-from aggregator.cluster.tables import run
 from aggregator.coordination.round_state import Settings
 from aggregator.messaging.manifest_signer import identity_of
 from aggregator.security.key_rotation import rotate_key
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask, SigningKey, TaskPreparation
-from protocol.errors import ConfigError, ProtofleetError, StateError
+from protocol.errors import ConfigError, StateError
 from protocol.wire.signing import public_key
 from tests.support.databases.postgresql import PostgreSQL
 
@@ -280,31 +279,6 @@ def test_a_standby_counts_as_started(
         assert [manager.recv(100), manager.recv(100)] == [b"READY=1", b"WATCHDOG=1"]
     assert caplog.text.count("standby: another aggregator leads the fleet leader=host") == 1
     assert len(checks) == 2
-
-
-def test_an_aggregator_begins_again_where_that_may_help(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """After a lost lead at once, and after a delay as long as nothing answers; other errors end it."""
-    delays: list[float] = []
-    monkeypatch.setattr(time, "sleep", delays.append)
-    errors: list[ProtofleetError | None] = [
-        NotLeader("another one leads"),
-        NoAnswer("no server"),
-        NoAnswer("no server"),
-        None,
-    ]
-
-    def serve() -> None:
-        if (error := errors.pop(0)) is not None:
-            raise error
-
-    run(serve)
-    assert (len(delays), errors) == (2, [])
-    assert "this aggregator no longer leads" in caplog.text
-    errors = [StateError("damaged")]
-    with pytest.raises(StateError, match="damaged"):
-        run(serve)
 
 
 def test_commands_run_beside_a_leader(fleet: Fleet) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from aggregator.cli.state import existing_state
 from aggregator.cluster import postgresql as database
-from aggregator.cluster.errors import NotLeader
 from aggregator.storage import schema
 from aggregator.storage.open_store import open_store
 from aggregator.storage.schema import MIGRATIONS
@@ -284,11 +283,11 @@ def test_tables_that_went_back_in_time(through: Store, direct: Store, postgresql
     back = f'UPDATE "fleet_{through.folder.parent.name}".changes SET number = number - 1'  # noqa: S608
     through.database.data_version()
     postgresql.execute(back)
-    with pytest.raises(NotLeader, match="lacks its last 1 changes"):
+    with pytest.raises(database.NotLeader, match="lacks its last 1 changes"):
         through.database.data_version()
-    with pytest.raises(NotLeader):
+    with pytest.raises(database.NotLeader):
         through.facts.put(TaskPreparation("after"))
-    with pytest.raises(NotLeader):
+    with pytest.raises(database.NotLeader):
         direct.facts.put(TaskPreparation("of another program"))
     through.close()
     with contextlib.closing(open_store(through.folder, lock=True)) as store:
