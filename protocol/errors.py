@@ -72,6 +72,10 @@ class StateRefused(StateError):
     """A state directory of another version of protofleet, or a path that can be none: no repetition helps."""
 
 
+class StateLocked(StateError):
+    """A state directory that another program has locked."""
+
+
 class NoStateError(StateError):
     """A database in which no aggregator has made tables yet."""
 

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from aggregator.cli.state import existing_state, require_owner, state_option
+from aggregator.cli.state import state_option
+from aggregator.commands.arguments import DeviceArguments
 from protocol.cli import examples
 from protocol.errors import ConfigError, StateError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from aggregator.commands.session import Session
     from aggregator.storage.store import Store
 
 MAX_DAYS = 7300
@@ -79,7 +81,8 @@ def enroll_command(
 
     if broker:
         parse_brokers(broker)
-    with _fleet_state(state, task) as (store, fleet):
+    with _fleet_session(state, task) as (session, fleet):
+        store = session.store
         was_closed, known = store.keys.is_closed(), store.keys.get(device)
         enroll(
             store,
@@ -91,6 +94,7 @@ def enroll_command(
             renew=renew,
             key=key,
             max_devices=_max_devices(store, task),
+            write=session.change_keys,
         )
     if key:
         click.echo(f"put the signing.key of this public key into {out}")
@@ -133,8 +137,10 @@ def enroll_broker_command(
     from aggregator.security.enrollment import enroll_broker
     from aggregator.security.mosquitto_config import FOLDER, folder_of
 
-    with _fleet_state(state, task) as (store, fleet):
-        enroll_broker(store, hosts, fleet=fleet, out=out, days=days, port=port)
+    with _fleet_session(state, task) as (session, fleet):
+        enroll_broker(
+            session.store, hosts, fleet=fleet, out=out, days=days, port=port, write=session.change_keys
+        )
     if port is not None:
         click.echo(f"copy the files in {out} to {folder_of(fleet)}, and start mosquitto@{fleet}")
         return
@@ -150,8 +156,8 @@ def enroll_sums_command(*, out: Path, task: Path | None, state: Path, days: int)
     """Create a certificate with which the second operator connects to the broker of a closed fleet."""
     from aggregator.security.enrollment import enroll_sums
 
-    with _fleet_state(state, task) as (store, fleet):
-        enroll_sums(store, fleet=fleet, out=out, days=days)
+    with _fleet_session(state, task) as (session, fleet):
+        enroll_sums(session.store, fleet=fleet, out=out, days=days, write=session.change_keys)
     files = f"--tls-ca {out}/ca.crt --tls-cert {out}/sums.crt --tls-key {out}/sums.key"
     click.echo(f"copy {out} to the second operator's machine, and add to its `protofleet-sums run`: {files}")
 
@@ -164,15 +170,11 @@ def reset_key_command(*, device: str, state: Path) -> None:
 
     The next key that is used under the name DEVICE is stored.
     """
-    from aggregator.security.enrollment import reset_device
+    from aggregator.commands.session import open_session
 
-    with existing_state(state) as store, store.transaction():
-        if not store.keys.reset(device):
-            raise ConfigError(
-                f"{device} has no key stored at first use: `aggregator enroll --renew` replaces an enrolled key"
-            )
-        reset_device(store, device, delete_submissions=False)
-    click.echo(f"the next key used under the name {device} will be stored")
+    with open_session(state) as session:
+        for line in session.carry_out("reset-key", DeviceArguments(device)):
+            click.echo(line)
 
 
 @click.command(
@@ -190,11 +192,13 @@ def rotate_key_command(*, issued: Path | None, state: Path) -> None:
     Without --issued, the old key signs the new one. With it, the root key has signed the new one: from the first time
     on, devices accept only keys that this root key has signed.
     """
+    from aggregator.commands.session import open_session
     from aggregator.security.key_rotation import rotate_key
 
-    require_owner(state)
-    with existing_state(state) as store:
-        public = rotate_key(store, fleet=store.served_task().fleet, issued=issued)
+    with open_session(state) as session:
+        if session.is_running:
+            raise ConfigError("the aggregator runs with the old key: stop it first")
+        public = rotate_key(session.store, fleet=session.store.served_task().fleet, issued=issued)
     click.echo(
         f"the aggregator's key is now {public.hex()}: start the aggregator, and back up its identity folder"
     )
@@ -234,15 +238,16 @@ def _max_devices(store: "Store", task: Path | None) -> int | None:
 
 
 @contextlib.contextmanager
-def _fleet_state(state: Path, task: Path | None) -> "Iterator[tuple[Store, str]]":
+def _fleet_session(state: Path, task: Path | None) -> "Iterator[tuple[Session, str]]":
     """Open the state directory, created if missing; yield it with the fleet's name.
 
     Raises:
         UsageError: the fleet's name is not known.
     """
+    from aggregator.commands.session import open_session
     from aggregator.config.task_file import load_task
     from aggregator.security.identity import ca_fleet, has_ca, identity_folder
-    from aggregator.storage.open_store import has_database, open_store
+    from aggregator.storage.open_store import has_database
 
     fleet = load_task(task)[0].fleet if task is not None else None
     if fleet is None and not has_database(state):
@@ -250,19 +255,18 @@ def _fleet_state(state: Path, task: Path | None) -> "Iterator[tuple[Store, str]]
             f"no aggregator state in {state}: give the --state of `aggregator run`, or, "
             "before its first start, --task, the fleet's task file"
         )
-    require_owner(state)
     had_ca = has_ca(state)
-    with contextlib.closing(open_store(state, fleet=fleet or "")) as store:
+    with open_session(state, fleet=fleet or "", may_create=True) as session:
         if fleet is None and had_ca:
             fleet = ca_fleet(state)
         if fleet is None:
             try:
-                fleet = store.served_task().fleet
+                fleet = session.store.served_task().fleet
             except StateError:
                 raise click.UsageError(
                     "the fleet's name is not known yet: give --task, its task file"
                 ) from None
-        yield store, fleet
+        yield session, fleet
         if not had_ca:
             click.echo(
                 f"created the CA of fleet {fleet} in {identity_folder(state)}: keep a backup of this folder"

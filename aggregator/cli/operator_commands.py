@@ -5,7 +5,8 @@ from typing import Any
 
 import click
 
-from aggregator.cli.state import existing_state, state_option
+from aggregator.cli.state import state_option
+from aggregator.commands.arguments import NoArguments
 from aggregator.http import commands
 from protocol.cli import examples, plain
 
@@ -20,8 +21,10 @@ _EXAMPLES = {"device": ("shed-1",), "version": ("", "3")}
 
 def _click_command(name: str, command: commands.Command) -> click.Command:
     def run(*, state: Path, **arguments: Any) -> None:
-        with existing_state(state) as store:
-            for line in command.run(store, command.arguments(**arguments)):
+        from aggregator.commands.session import open_session
+
+        with open_session(state) as session:
+            for line in command.run(session, command.arguments(**arguments)):
                 click.echo(line)
 
     decorated, lines = state_option(run), [f"aggregator {name}"]
@@ -38,20 +41,11 @@ def take_over_command(*, state: Path) -> None:
 
     The other aggregator stays out as soon as this one runs.
     """
-    from msgspec.structs import replace
+    from aggregator.commands.session import open_session
 
-    from protocol.wire.presence import Duplicate
-
-    with existing_state(state) as store, store.transaction():
-        found, served = store.facts.get(Duplicate), store.served_task()
-        if found is None:
-            click.echo("no other aggregator with this key has been seen: nothing to do")
-            return
-        store.facts.delete(Duplicate)
-        store.facts.put(replace(served, epoch=max(served.epoch, found.epoch)))
-    click.echo(
-        plain(f"this state continues at the next start; the aggregator at {found.where} stays out then")
-    )
+    with open_session(state) as session:
+        for line in session.carry_out("take-over", NoArguments()):
+            click.echo(plain(line))
 
 
 COMMANDS = (

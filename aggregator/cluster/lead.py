@@ -16,7 +16,7 @@ import psycopg
 
 from aggregator.cluster.postgresql import READ_CHANGES, Holder, NotLeader, PostgresDatabase, elapsed_s
 from aggregator.cluster.standby import Standby
-from protocol.errors import StateError
+from protocol.errors import StateError, StateLocked
 from protocol.log import event
 from protocol.storage.folder_lock import FolderLock
 from protocol.threads import start_thread
@@ -72,7 +72,7 @@ class LeadingDatabase(PostgresDatabase):
     def __init__(self, url: str, *, fleet: str, folder: Path) -> None:
         self._folder_lock = FolderLock(folder)
         if not self._folder_lock.take():
-            raise StateError("`aggregator run` already runs on this --state: stop it, or use another")
+            raise StateLocked("`aggregator run` already runs on this --state: stop it, or use another")
         self._fleet = fleet
         self._standby = Standby(folder, self._could_lead)
         self._term = 0

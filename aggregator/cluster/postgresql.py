@@ -134,7 +134,6 @@ class PostgresDatabase:
         self._db: Any = None
         self._begun_s: float | None = None
         """When the open transaction or snapshot was begun, by `elapsed_s`; None if there is none."""
-        self._own_changes = 0
         self._newest = 0
         """The greatest number of changes that this program has seen committed."""
         self._time: tuple[float, float] | None = None
@@ -205,18 +204,11 @@ class PostgresDatabase:
         No other process can write in between.
         """
         with self._thread_lock:
-            before = self._own_changes
-            try:
-                with self._transaction("BEGIN"):
-                    ((number,),) = self._execute(_RAISE, ())
-                    self._check_newer(number - 1)
-                    self._own_changes += 1
-                    yield
-                self._newest = number
-            except BaseException:
-                # Also after a commit whose outcome is unknown: everything is read again.
-                self._own_changes = before
-                raise
+            with self._transaction("BEGIN"):
+                ((number,),) = self._execute(_RAISE, ())
+                self._check_newer(number - 1)
+                yield
+            self._newest = number
 
     @contextlib.contextmanager
     def _transaction(self, begin: str) -> Iterator[None]:
@@ -252,7 +244,7 @@ class PostgresDatabase:
             self._check_newer(number)
             if not self.in_transaction():  # a transaction's own number is not committed
                 self._newest = number
-            return int(number) - self._own_changes
+            return int(number)
 
     def _check_newer(self, number: int) -> None:
         """Raise NotLeader if the tables are older than before: what this program knows of them is not in them."""

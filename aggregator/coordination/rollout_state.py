@@ -152,10 +152,7 @@ class HeadCommand:
     version: int | None = None
     """None for the candidate, or the head before the current one."""
     heads: Mapping[int, bool] = field(default_factory=dict)
-    """Every head's version with True; that of the command's with False unless the blobs that devices need are stored.
-
-    It is empty until the command is carried out.
-    """
+    """Every head's version with True; the one named with False unless the blobs that devices need are stored."""
 
 
 Event = HeadAdded | Ticked | Evaluated | FailuresReported | HeadCommand

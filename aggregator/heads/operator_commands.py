@@ -1,4 +1,4 @@
-"""An operator's commands: checked at once, left in the store, carried out by the aggregator."""
+"""An operator's commands about heads and submissions, in transactions of their own."""
 
 import contextlib
 import time
@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from aggregator.coordination.canary_rollout import commanded, named_head
-from aggregator.coordination.rollout_state import CommandKind, HeadCommand, RefuseCommand, State
+from aggregator.coordination.rollout_state import CommandKind, HeadCommand, RefuseCommand, without_forgotten
+from aggregator.heads.rollout import log_action, with_made_heads
 from aggregator.storage.devices import REVOKED, ForgottenDevice
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
@@ -14,59 +15,41 @@ from aggregator.storage.stored_values import ServedTask
 from aggregator.sums.stored_lists import devices_of, drop_requests, opened_tasks, sums_of
 from protocol.errors import BlobLost, ConfigError
 
-OUTCOME_TIMEOUT_S = 10.0
-"""Seconds to wait for a running aggregator."""
 
-POLL_S = 0.1
-
-
-def with_heads(store: Store, task: bytes, state: State, command: HeadCommand) -> HeadCommand:
-    """Return a command in a state, with every head, and whether the blobs of the one that it names are stored."""
-    named = named_head(state, command)
-    heads = {
-        head.version: head.version != named
-        or (head.digest in store.blobs and (head.tensors is None or head.tensors.digest in store.blobs))
-        for head in store.heads.all(task)
-    }
-    return replace(command, heads=heads)
-
-
-def submit_command(store: Store, kind: CommandKind, version: int | None = None) -> str:
+def make_current(store: Store, kind: CommandKind, version: int | None = None) -> str:
     """Make a head current, the previous one without `version`; return the outcome in words.
 
-    Raises ConfigError if that is impossible, and StateError if there is no task yet.
+    Raises ConfigError if that is impossible, and StateError if there is no task yet or the state cannot be written.
     """
-    task = store.served_task().digest
-    state = _after_pending(store, task)
-    state, actions = commanded(state, with_heads(store, task, state, HeadCommand(kind, version)))
-    for action in actions:
-        if isinstance(action, RefuseCommand):
-            raise ConfigError(action.reason)
-    version = state.current
-    number = store.commands.add(task, HeadCommand(kind, version))
-    if not store.database.is_locked():
-        return f"head {version} will be current when the aggregator is started"
-    deadline_s = time.monotonic() + OUTCOME_TIMEOUT_S
-    while (outcome := store.commands.outcome(number)) is None:
-        if time.monotonic() > deadline_s:
-            return f"the aggregator has not carried out the command yet; it will make head {version} current"
-        time.sleep(POLL_S)
-    if outcome:
-        raise ConfigError(outcome)
-    return f"head {version} is current"
+    served = store.served_task()
+    task = served.digest
+    with store.transaction():
+        heads = {head.version: head for head in store.heads.all(task)}
+        state = store.heads.rollout_among(heads.values(), task)
+        now_s = store.clock.now_s()
+        state, actions = with_made_heads(state, heads, now_s=now_s, settings=served.rollout)
+        command = HeadCommand(kind, version)
+        command = replace(command, heads=_usable(store, heads, named_head(state, command)))
+        state, done = commanded(state, command)
+        for action in done:
+            if isinstance(action, RefuseCommand):
+                raise ConfigError(action.reason)
+        state = without_forgotten(state, state.forgotten)
+        store.heads.put_rollout(task, state)
+    for action in (*actions, *done):
+        log_action(store, state, action)
+    if not store.is_served:
+        return f"head {state.current} will be current when the aggregator is started"
+    return f"head {state.current} is current"
 
 
-def commanded_version(store: Store, task: bytes) -> int | None:
-    """Return the head that pending commands will make current; None without pending commands."""
-    return _after_pending(store, task).current if store.commands.pending(task) else None
-
-
-def _after_pending(store: Store, task: bytes) -> State:
-    state = store.heads.rollout(task)
-    heads = {head.version: True for head in store.heads.all(task)}  # checked when the commands were given
-    for command in store.commands.pending(task).values():
-        state, _ = commanded(state, replace(command, heads=heads))
-    return state
+def _usable(store: Store, heads: Mapping[int, HeadRecord], named: int | None) -> Mapping[int, bool]:
+    """Return every head with True, the one that is named with whether its blobs are stored."""
+    return {
+        version: version != named
+        or (head.digest in store.blobs and (head.tensors is None or head.tensors.digest in store.blobs))
+        for version, head in heads.items()
+    }
 
 
 def release(store: Store, device: str) -> str:
@@ -85,15 +68,15 @@ def release(store: Store, device: str) -> str:
     with store.transaction():
         store.quarantine.release(task, device, now_s=time.time())
         store.submissions.count_again(device)
-    when = "" if store.database.is_locked() else " after the start of the aggregator"
+    when = "" if store.is_served else " after the start of the aggregator"
     return f"released {device}: the next head{when} includes it"
 
 
 def forget(store: Store, device: str) -> list[str]:
     """Delete a device's submissions, evaluations and report; return what follows, a sentence each.
 
-    All of it is deleted durably, or nothing. The aggregator notices it at once, or at its next start. Sums of earlier
-    tasks that a second operator has opened stay, and a list that it has not opened is made again without the device.
+    All of it is deleted durably, or nothing. Sums of earlier tasks that a second operator has opened stay, and a list
+    that it has not opened is made again without the device.
 
     Raises:
         ConfigError: nothing of the device is stored, or its submission is in a sum of the task that is served.
@@ -176,7 +159,7 @@ def _consequences(store: Store, device: str, newest: Mapping[bytes, HeadRecord])
         elif any(
             each.device == device and each.head >= head.version for each in store.forgotten.all(head.task)
         ):
-            when = "now" if store.database.is_locked() else "when the aggregator is started"
+            when = "now" if store.is_served else "when the aggregator is started"
             if not store.submissions.all(served.digest):
                 when = "once another device submits"
             in_use = store.heads.rollout(head.task).current or head.version

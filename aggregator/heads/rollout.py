@@ -2,12 +2,12 @@
 
 import logging
 import time
+from collections.abc import Mapping
 
 from aggregator.coordination import canary_rollout, rollout_state
 from aggregator.coordination.rollout_state import retained_heads, without_forgotten
 from aggregator.heads.current_files import CurrentFiles
 from aggregator.heads.head_rate import HOUR_S
-from aggregator.heads.operator_commands import with_heads
 from aggregator.notices import HeadActivated, HeadRejected
 from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
 from aggregator.storage.store import Store
@@ -47,9 +47,9 @@ class Rollout:
         self._publish()
 
     def tick(self, *, at_once: bool = False) -> None:
-        """Apply new heads, evaluations, commands and the passing of time to the rollout.
+        """Apply new heads, evaluations and the passing of time to the rollout, and read what a command has changed.
 
-        With `at_once`, a head has been made.
+        With `at_once`, a head has been made, or a command carried out.
 
         Raises StateError if a change cannot be stored; the next call tries again.
         """
@@ -67,54 +67,41 @@ class Rollout:
             self.files.tick(self._heads[self.state.current])
 
     def _decide(self, change: int) -> None:
+        known = self.state
         with self._store.snapshot():
             self._read()
-            after, actions, outcomes = self._decided()
-        if after != self.state or outcomes:
+            after, actions = self._decided()
+        if after != self.state:
             with self._store.transaction():
-                if self._store.newest_change() != change:
-                    return  # the next tick decides again
                 self._store.heads.put_rollout(self._task.digest, after)
-                for number, outcome in outcomes.items():
-                    self._store.commands.finish(number, outcome)
             self._read()
             for action in actions:
-                self._log_action(action)
-            self.delete_unused()
+                log_action(self._store, self.state, action)
             change = -1  # the next tick decides again
+        if change < 0 or self.state.current != known.current:  # also by an operator's command
+            self.delete_unused()
         self._change = change
 
-    def _decided(self) -> tuple[rollout_state.State, list[rollout_state.Action], dict[int, str]]:
-        """Return the rollout after all that has happened, what follows, and the outcomes of commands by number."""
-        task, now_s = self._task.digest, self._store.clock.now_s()
-        state, actions, outcomes = self.state, list[rollout_state.Action](), dict[int, str]()
+    def _decided(self) -> tuple[rollout_state.State, list[rollout_state.Action]]:
+        """Return the rollout after all that has happened, and what follows."""
+        now_s = self._store.clock.now_s()
+        state, added = with_made_heads(self.state, self._heads, now_s=now_s, settings=self._settings)
+        actions = list(added)
 
-        def step(happened: rollout_state.Event) -> tuple[rollout_state.Action, ...]:
+        def step(happened: rollout_state.Event) -> None:
             nonlocal state
             state, done = canary_rollout.step(state, happened, settings=self._settings)
             state = without_forgotten(state, state.forgotten)
             actions.extend(done)
-            return done
 
-        for version, head in sorted(self._heads.items()):
-            if version > state.newest:
-                before = int(head.metrics.get(CALIBRATED_FROM, 0))
-                step(rollout_state.HeadAdded(version, now_s, calibrates=before))
         if (trial := state.trial) is not None:
             step(rollout_state.Evaluated(trial.version, {}))  # it has the answers that are stored
-        for number, command in self._store.commands.pending(task).items():
-            refused = [
-                each.reason
-                for each in step(with_heads(self._store, task, state, command))
-                if isinstance(each, rollout_state.RefuseCommand)
-            ]
-            outcomes[number] = next(iter(refused), "")
         if state.is_watched and (failed := self._failures(state.current)) is not None:
             step(failed)
         if (trial := state.trial) is not None:
             devices = self._heads[trial.version].devices
             step(rollout_state.Ticked(now_s, self._store.devices.online(), devices))
-        return state, actions, outcomes
+        return state, actions
 
     def _failures(self, version: int) -> rollout_state.FailuresReported | None:
         """Return which devices cannot use the current head, also long after its start; None if all can."""
@@ -168,18 +155,37 @@ class Rollout:
         if unused:
             self._read()
 
-    def _log_action(self, action: rollout_state.Action) -> None:
-        match action:
-            case rollout_state.Activate(version=version, reason=reason):
-                path = self._store.folder / "head.onnx"
-                event(log, logging.INFO, "head activated", version=version, reason=reason or None, file=path)
-                notify(HeadActivated(version=version, reason=reason))
-            case rollout_state.OfferToCanaries(trial=trial):
-                devices = ",".join(trial.awaited[:10])
-                event(log, logging.INFO, "head offered to canaries", version=trial.version, devices=devices)
-            case rollout_state.Reject(version=version, reason=reason):
-                current = self.state.current
-                event(log, logging.WARNING, "head rejected", version=version, current=current, reason=reason)
-                notify(HeadRejected(version=version, reason=reason))
-            case rollout_state.RefuseCommand(reason=reason):
-                event(log, logging.WARNING, "operator's command refused", reason=reason)
+
+def with_made_heads(
+    state: rollout_state.State,
+    heads: Mapping[int, HeadRecord],
+    *,
+    now_s: float,
+    settings: rollout_state.Settings,
+) -> rollout_state.Step:
+    """Add the heads to a rollout that were made since the last decision, and return what follows."""
+    actions: tuple[rollout_state.Action, ...] = ()
+    for version, head in sorted(heads.items()):
+        if version > state.newest:
+            calibrates = int(head.metrics.get(CALIBRATED_FROM, 0))
+            added = rollout_state.HeadAdded(version, now_s, calibrates=calibrates)
+            state, done = canary_rollout.step(state, added, settings=settings)
+            state = without_forgotten(state, state.forgotten)
+            actions += done
+    return state, actions
+
+
+def log_action(store: Store, state: rollout_state.State, action: rollout_state.Action) -> None:
+    """Log what follows from a decision, with the rollout after it."""
+    match action:
+        case rollout_state.Activate(version=version, reason=reason):
+            path = store.folder / "head.onnx"
+            event(log, logging.INFO, "head activated", version=version, reason=reason or None, file=path)
+            notify(HeadActivated(version=version, reason=reason))
+        case rollout_state.OfferToCanaries(trial=trial):
+            devices = ",".join(trial.awaited[:10])
+            event(log, logging.INFO, "head offered to canaries", version=trial.version, devices=devices)
+        case rollout_state.Reject(version=version, reason=reason):
+            current = state.current
+            event(log, logging.WARNING, "head rejected", version=version, current=current, reason=reason)
+            notify(HeadRejected(version=version, reason=reason))

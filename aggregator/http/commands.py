@@ -3,11 +3,10 @@
 Functions import what they need when they run, so that `aggregator --help` answers at once.
 """
 
-import contextlib
 import inspect
 import io
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,27 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from protocol.errors import StateError
+from aggregator.commands.arguments import DeviceArguments, HeadArguments, NoArguments
 from protocol.wire.messages import Name
 
 if TYPE_CHECKING:
-    from aggregator.storage.store import Store
-
-
-class HeadArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The head to make current; without a version, the previous one."""
-
-    version: Annotated[int, Meta(ge=1)] | None = None
-
-
-class NoArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A command without arguments."""
-
-
-class DeviceArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The device that a command is about."""
-
-    device: Name
+    from aggregator.commands.session import Session
 
 
 class EnrollArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,10 +39,10 @@ class CommandReply(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its arguments, and the function that carries it out and returns what to print."""
+    """A command: its arguments, and the function that carries it out and returns what to print, a sentence each."""
 
     arguments: type[msgspec.Struct]
-    run: "Callable[[Store, Any], Sequence[str]]"
+    run: "Callable[[Session, Any], Sequence[str]]"
 
     @property
     def help(self) -> str:
@@ -71,50 +54,42 @@ class Command:
         return self.help.partition("\n")[0]
 
 
-def _rollback(store: "Store", arguments: HeadArguments) -> Sequence[str]:
+def _rollback(session: "Session", arguments: HeadArguments) -> Sequence[str]:
     """Make head VERSION current again; without VERSION, the previous head.
 
     All devices return to it and a candidate is rejected. Heads trained later are rolled out as usual.
     """
-    from aggregator.heads.operator_commands import submit_command
-
-    return (submit_command(store, "rollback", arguments.version),)
+    return session.carry_out("rollback", arguments)
 
 
-def _promote(store: "Store", _arguments: NoArguments) -> Sequence[str]:
+def _promote(session: "Session", arguments: NoArguments) -> Sequence[str]:
     """Roll the candidate out to all devices without waiting for its canaries."""
-    from aggregator.heads.operator_commands import submit_command
-
-    return (submit_command(store, "promote"),)
+    return session.carry_out("promote", arguments)
 
 
-def _release(store: "Store", arguments: DeviceArguments) -> Sequence[str]:
+def _release(session: "Session", arguments: DeviceArguments) -> Sequence[str]:
     """Release DEVICE from quarantine.
 
     Its prototypes are used for training from now on, whatever it uploads, until it is revoked.
     """
-    from aggregator.heads.operator_commands import release
-
-    return (release(store, arguments.device),)
+    return session.carry_out("release", arguments)
 
 
-def _forget(store: "Store", arguments: DeviceArguments) -> Sequence[str]:
+def _forget(session: "Session", arguments: DeviceArguments) -> Sequence[str]:
     """Delete the submissions of DEVICE, and make the head again without them.
 
     It stays enrolled and may upload again: to prevent that, revoke it first.
     """
-    from aggregator.heads.operator_commands import forget
-
-    return forget(store, arguments.device)
+    return session.carry_out("forget", arguments)
 
 
-def _revoke(store: "Store", arguments: DeviceArguments) -> Sequence[str]:
+def _revoke(session: "Session", arguments: DeviceArguments) -> Sequence[str]:
     """Revoke DEVICE: refuse its messages and exclude its submissions from training."""
     from aggregator.security.enrollment import revocation_advice, revoke
 
-    has_revocation_list = revoke(store, arguments.device)
+    has_revocation_list = revoke(session.store, arguments.device, write=session.change_keys)
     done = f"revoked {arguments.device}: the aggregator refuses its messages from now on"
-    return (done, revocation_advice(store.folder)) if has_revocation_list else (done,)
+    return (done, revocation_advice(session.store.folder)) if has_revocation_list else (done,)
 
 
 COMMANDS = {
@@ -127,16 +102,18 @@ COMMANDS = {
 
 
 def run_command(state: Path, name: str, arguments: bytes) -> CommandReply:
-    """Carry out a command of the table on a state directory; waits up to 10 s for the running aggregator.
+    """Carry out a command of the table on a state directory.
 
     Raises:
         MsgspecError: the arguments are not the command's.
         ProtofleetError: the command is impossible.
     """
+    from aggregator.commands.session import open_session
+
     command = COMMANDS[name]
     decoded = msgspec.json.decode(arguments or b"{}", type=command.arguments)
-    with _existing(state) as store:
-        return CommandReply("; ".join(command.run(store, decoded)))
+    with open_session(state) as session:
+        return CommandReply("; ".join(command.run(session, decoded)))
 
 
 def enrollment_archive(state: Path, arguments: bytes) -> tuple[str, bytes]:
@@ -148,22 +125,24 @@ def enrollment_archive(state: Path, arguments: bytes) -> tuple[str, bytes]:
         MsgspecError: the arguments are not the command's.
         ProtofleetError: the device cannot be enrolled.
     """
+    from aggregator.commands.session import open_session
     from aggregator.security.enrollment import enroll
     from protocol.mqtt.tls import parse_brokers
 
     command = msgspec.json.decode(arguments, type=EnrollArguments)
     if command.broker:
         parse_brokers(command.broker)
-    with _existing(state) as store:
-        served = store.served_task()
+    with open_session(state) as session:
+        served = session.store.served_task()
         files = enroll(
-            store,
+            session.store,
             command.device,
             fleet=served.fleet,
             out=None,
             broker=command.broker,
             renew=command.renew,
             max_devices=served.limits.max_devices,
+            write=session.change_keys,
         )
         return command.device, _archive(command.device, files)
 
@@ -178,13 +157,3 @@ def _archive(folder: str, contents: Mapping[str, bytes]) -> bytes:
             entry.external_attr = mode_of(name) << 16
             files.writestr(entry, data)
     return archive.getvalue()
-
-
-@contextlib.contextmanager
-def _existing(state: Path) -> "Iterator[Store]":
-    from aggregator.storage.open_store import has_database, open_store
-
-    if not has_database(state):  # it would be created
-        raise StateError(f"no aggregator state in {state}")
-    with contextlib.closing(open_store(state)) as store:
-        yield store

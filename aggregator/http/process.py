@@ -1,6 +1,6 @@
 """The HTTP server as a program of `aggregator run`, so that no request takes time or memory from the intake.
 
-It reads the state directory as `aggregator status` does, and leaves operator commands there as the command line does.
+It reads the state directory as `aggregator status` does, and sends operator commands as the command line does.
 """
 
 import contextlib

@@ -41,8 +41,6 @@ class AcceptedSubmissions:
         """Store a submission in place of its device's earlier one; raises StateError if it cannot be stored."""
         digest = record.entry.digest
         self.prepare(digest, payload)
-        # Again: another program may have deleted it since `prepare` found it.
-        self._store.blobs.put_in_batch(payload, digest=digest, batch=self._writing)
         self._store.submissions.put(self._task, record)
         self._to_log.append(record)
 

@@ -20,7 +20,7 @@ _DETAILS: dict[Reason, str] = {
 
 
 class FrameAuthenticator:
-    """Verifies that frames and presences come from the device of their topic, with keys that any process may change."""
+    """Verifies that frames and presences come from the device of their topic."""
 
     def __init__(self, store: Store, *, fleet: str) -> None:
         self._keys = store.keys

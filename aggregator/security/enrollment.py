@@ -2,15 +2,24 @@
 
 import contextlib
 import shutil
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from msgspec import structs
 
 from aggregator.security import mosquitto_config
 from aggregator.security.certificate_authority import issue_client, issue_server, utc_now
+from aggregator.security.device_keys import (
+    KeyChange,
+    NewCertificate,
+    NewKey,
+    RevokedDevice,
+    change_keys,
+    check_new,
+)
 from aggregator.security.identity import (
     ca_fleet,
     has_ca,
@@ -19,14 +28,13 @@ from aggregator.security.identity import (
     mark_closed,
     open_ca,
     restore_access,
-    revoke_key,
     write_revocation_list,
 )
 from aggregator.security.key_rotation import key_certificates, root_of
 from aggregator.storage.devices import Key
 from aggregator.storage.store import Store
 from protocol.enrollment import FORMAT, EnrollmentCard, card_text, read_card
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, StateError
 from protocol.storage.blobstore import delete_temporary_files, state_errors, sync, write_atomically
 from protocol.storage.keyfile import pem_of, read_or_make_key
 from protocol.storage.state_folder import IGNORE_ALL, IGNORE_FILE, refuse_source_folder
@@ -35,6 +43,9 @@ from protocol.wire.topics import is_name
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 """Hosts in every broker certificate, for an aggregator on the same machine."""
+
+Write = Callable[[KeyChange], object]
+"""A function that has the running aggregator store a change. Without it, `store` is written: no aggregator may run."""
 
 _PRIVATE = frozenset({"device.key", "signing.key", "broker.key", "sums.key"})
 
@@ -55,13 +66,14 @@ def enroll(  # noqa: PLR0913 - every option of the command line
     renew: bool = False,
     key: bytes = b"",
     max_devices: int | None = None,
+    write: Write | None = None,
 ) -> dict[str, bytes]:
     """Enroll a device and close the fleet; return all files that the device needs.
 
     `out` is a new folder that contains them; without one, they are written nowhere. `broker` is `HOST[:PORT][,...]` as
     seen from the device, or empty if it is configured there; `renew` replaces the keys of a device that is enrolled or
     revoked; `key` is the public one of a `signing.key` that the device's owner keeps, and is missing in the files;
-    `max_devices` is the fleet's quota.
+    `max_devices` is the fleet's quota; `write` is as `Write` says.
 
     Raises:
         ConfigError: the name is invalid or taken, the device is one too many, or `out` exists.
@@ -69,18 +81,14 @@ def enroll(  # noqa: PLR0913 - every option of the command line
     """
     if not is_name(device):
         raise ConfigError(f"invalid device name {device!r}: expected 1 to 64 letters, digits, '-' or '_'")
-    with _consistent_identity(store):
-        known = store.keys.get(device)
-        if known is not None and (known.enrolled or known.revoked_s is not None) and not renew:
-            state = "enrolled" if known.revoked_s is None else "revoked"
-            raise ConfigError(
-                f"{device} is already {state}: --renew replaces its keys and revokes the old ones"
-            )
-        _check_quota(known, store.keys.valid(), max_devices)
+    with _consistent_identity(store, write) as carry_out:
+        now_s = int((now := utc_now()).timestamp())
+        new = NewCertificate(device=device, serial="0", now_s=now_s, renew=renew, max_devices=max_devices)
+        known = check_new(store, new)
         store.database.check_folder()
         ca = open_ca(store.folder, fleet)
-        now = utc_now()
         issued = issue_client(ca, device, now=now, days=days)
+        new = structs.replace(new, serial=f"{issued.serial:x}")
         made = None if key else Ed25519PrivateKey.generate()
         public = made.public_key().public_bytes_raw() if made else key
         signing_key = read_or_make_key(identity_folder(store.folder) / "signing.key")
@@ -103,38 +111,28 @@ def enroll(  # noqa: PLR0913 - every option of the command line
             "device.key": issued.key,
             **({"signing.key": pem_of(made)} if made else {}),
         }
-        serial, now_s = f"{issued.serial:x}", int(now.timestamp())
         folder: contextlib.AbstractContextManager[Callable[[], None]] = contextlib.nullcontext(lambda: None)
         if out is not None:
             folder = _new_folder(out, files, replaces=_is_leftover(out, card, names=files, known=known))
         with folder as publish:
-            # If the process is killed before the device is stored, the certificate stays revoked.
-            store.keys.revoke_certificate(serial, now_s=now_s)
-            with store.transaction():
-                if known is not None and known.serial:
-                    store.keys.revoke_certificate(known.serial, now_s=now_s)
-                if known is not None and not known.enrolled and store.keys.is_closed():
-                    store.submissions.count_again(device)
-                store.keys.enroll(device, public, serial=serial, now_s=now_s)
-                store.keys.close_fleet()
-                # Submissions signed with a revoked key may be an attacker's.
-                reset_device(
-                    store, device, delete_submissions=known is not None and known.revoked_s is not None
-                )
-                store.keys.reinstate_certificate(serial)
-                publish()
+            carry_out(new)
+            # Before the device is stored: the next attempt replaces the folder of a device that is not.
+            publish()
+            _store_key(store, NewKey(**structs.asdict(new), public=public), carry_out)
         mark_closed(store.folder)
         write_revocation_list(store, ca)
         return files
 
 
-def _check_quota(known: Key | None, devices: int, most: int | None) -> None:
-    is_new = known is None or known.revoked_s is not None
-    if most is not None and is_new and devices >= most:
-        raise ConfigError(
-            f"the fleet has {devices} of {most} devices (limits.max_devices): revoke one, or raise the quota in the "
-            "task file and restart the aggregator"
-        )
+def _store_key(store: Store, new: NewKey, carry_out: Write) -> None:
+    """Store a device's key, which an aggregator that ends before it answers may have done."""
+    try:
+        carry_out(new)
+    except StateError:
+        store.keys.drop_cache()
+        known = store.keys.get(new.device)
+        if known is None or known.public != new.public:
+            raise
 
 
 def enroll_broker(
@@ -145,6 +143,7 @@ def enroll_broker(
     out: Path,
     days: int,
     port: int | None = None,
+    write: Write | None = None,
 ) -> None:
     """Create certificate, access list, revocation list and configuration for a mosquitto of a closed fleet.
 
@@ -157,7 +156,7 @@ def enroll_broker(
     configuration = mosquitto_config.CONFIGURATION
     if port is not None:
         configuration = mosquitto_config.own_configuration(fleet, port)
-    with _consistent_identity(store):
+    with _consistent_identity(store, write):
         ca = open_ca(store.folder, fleet)
         issued = issue_server(ca, [*hosts, *LOCAL_HOSTS], now=datetime.now(UTC), days=days)
         files = {
@@ -173,14 +172,14 @@ def enroll_broker(
             publish()
 
 
-def enroll_sums(store: Store, *, fleet: str, out: Path, days: int) -> None:
+def enroll_sums(store: Store, *, fleet: str, out: Path, days: int, write: Write | None = None) -> None:
     """Create a certificate with which the second operator connects to the broker of a closed fleet.
 
     Raises:
         ConfigError: the folder exists.
         StateError: the state or the folder cannot be written.
     """
-    with _consistent_identity(store):
+    with _consistent_identity(store, write):
         ca = open_ca(store.folder, fleet)
         name = mosquitto_config.user_name(mosquitto_config.SECOND_OPERATOR, fleet)
         issued = issue_client(ca, name, now=utc_now(), days=days)
@@ -194,21 +193,7 @@ def enroll_sums(store: Store, *, fleet: str, out: Path, days: int) -> None:
             publish()
 
 
-def reset_device(store: Store, device: str, *, delete_submissions: bool) -> None:
-    """Let a device start over with another key, in a transaction of the caller.
-
-    What was uploaded under its name, perhaps by another client, is deleted, or counts until the device uploads again,
-    whatever the sequence numbers.
-    """
-    if delete_submissions:
-        store.submissions.delete(device)
-    store.submissions.reset_sequence(device)
-    store.devices.reset_presence(device)
-    store.refusals.reset(device)
-    store.quarantine.delete_revocation(device)
-
-
-def revoke(store: Store, device: str) -> bool:
+def revoke(store: Store, device: str, *, write: Write | None = None) -> bool:
     """Revoke a device's key and certificate, and quarantine it; a running aggregator refuses it at once.
 
     Returns:
@@ -218,11 +203,8 @@ def revoke(store: Store, device: str) -> bool:
         ConfigError: there is no such device.
         StateError: the state cannot be written.
     """
-    with _consistent_identity(store):
-        if store.keys.get(device) is None:
-            raise ConfigError(f"unknown device {device!r}: `aggregator status` lists the known ones")
-        with store.transaction():
-            revoke_key(store, device, now_s=int(time.time()))
+    with _consistent_identity(store, write) as carry_out:
+        carry_out(RevokedDevice(device))
         if not has_ca(store.folder):
             return False
         write_revocation_list(store, open_ca(store.folder, ca_fleet(store.folder)))
@@ -265,21 +247,23 @@ def _new_folder(
         for name, data in files.items():
             write_atomically(folder / name, data, mode=mode_of(name))
         yield publish
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+    except BaseException as error:
+        if folder != out or isinstance(error, Exception):  # interrupted later, the device may be stored
+            shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
 @contextlib.contextmanager
-def _consistent_identity(store: Store) -> Iterator[None]:
-    """Lock the identity folder, and mend what a killed command or a restored database has left."""
+def _consistent_identity(store: Store, write: Write | None) -> Iterator[Write]:
+    """Lock the identity folder, and mend what a killed command or a restored database has left; yield how to write."""
     with locked_identity(store.folder):
         identity = identity_folder(store.folder)
         delete_temporary_files(identity, is_only_writer=True)  # one may hold a private key
         if store.keys.is_closed():
             mark_closed(store.folder)
-        restore_access(store)
-        yield
+        if write is None:  # a running aggregator has done it at its start
+            restore_access(store)
+        yield write or partial(change_keys, store)
 
 
 def _is_leftover(out: Path, card: EnrollmentCard, *, names: Collection[str], known: Key | None) -> bool:

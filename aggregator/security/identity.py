@@ -20,10 +20,9 @@ from aggregator.security.certificate_authority import (
     revocation_list,
     utc_now,
 )
+from aggregator.security.device_keys import revoke_key
 from aggregator.security.mosquitto_config import user_name
-from aggregator.storage.devices import REVOKED
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import ServedTask
 from protocol.errors import ConfigError, StateError
 from protocol.log import event
 from protocol.mqtt.tls import BrokerAccess
@@ -99,16 +98,6 @@ def restore_access(store: Store) -> None:
                     "if it is to take part, renew it with `aggregator enroll --renew`",
                     device=device,
                 )
-
-
-def revoke_key(store: Store, device: str, *, now_s: float) -> None:
-    """Revoke a device's key and certificate, and quarantine it, in a transaction of the caller."""
-    known = store.keys.get(device)
-    store.keys.revoke(device, now_s=now_s)
-    if known is not None and known.serial:
-        store.keys.revoke_certificate(known.serial, now_s=now_s)
-    if (served := store.facts.get(ServedTask)) is not None:
-        store.quarantine.add(served.digest, device, reason=REVOKED, now_s=now_s)
 
 
 def has_ca(state: Path) -> bool:

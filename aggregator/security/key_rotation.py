@@ -74,20 +74,18 @@ def issue_key(root_file: Path, *, fleet: str, out: Path) -> bytes:
 
 
 def rotate_key(store: Store, *, fleet: str, issued: Path | None = None) -> bytes:
-    """Replace the signing key of a stopped aggregator, and return the new public key.
+    """Replace the signing key of a stopped aggregator, whose lock the caller holds; return the new public key.
 
     The new one is generated and signed with the old one; or it is in the folder `issued`, signed with the root key. The
     first root key is signed with the old key as well: from then on devices accept only the root's certificates.
     A folder that is installed already is no error: the run that installed it may have been killed at its end.
 
     Raises:
-        ConfigError: the aggregator runs, a file cannot be read, or the certificate is not valid for this fleet.
+        ConfigError: a file cannot be read, or the certificate is not valid for this fleet.
         StateError: a file cannot be written.
     """
     folder = identity_folder(store.folder)
     with locked_identity(store.folder):
-        if store.database.is_locked():
-            raise ConfigError("the aggregator runs with the old key: stop it first")
         old = read_key(folder / "signing.key")
         before = key_certificates(store.folder, public_key(old))
         root, number = root_of(before), before[-1].number if before else 0

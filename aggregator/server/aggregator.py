@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
+from aggregator.commands.command_socket import CommandSocket, Request
 from aggregator.config.schema import TaskFile
 from aggregator.heads.rollout import Rollout
 from aggregator.heads.schedule import Schedule
@@ -59,6 +60,7 @@ class Aggregator:
     ) -> None:
         self._task = task
         self._store = store
+        store.is_served = True
         self._events = events
         self._is_stopped = False
         max_bytes = int(task.file.max_submission_mb * 1024**2)
@@ -114,7 +116,9 @@ class Aggregator:
             ThreadFailed: a thread that the program depends on has ended.
         """
         self._publisher.start()
+        commands = None
         try:
+            commands = CommandSocket(self._store.folder, self._events.put)
             manager = ServiceManager()
             manager.ready()
             while not self._is_stopped:
@@ -125,6 +129,8 @@ class Aggregator:
             self._training.stop()
             raise
         finally:
+            if commands is not None:
+                commands.stop()
             self._releases.files.stop()
             self._intake.close()
 
@@ -166,6 +172,8 @@ class Aggregator:
                     self._update_releases(at_once=True)
             case Verified():
                 self._verified(event)
+            case Request():
+                self._carry_out(event)
             case ThreadFailed():
                 raise event
             case Stop():
@@ -199,6 +207,18 @@ class Aggregator:
         else:
             text = "cannot read a file that devices need"
             log_event(log, logging.ERROR, text, reason=verified.problem)
+
+    def _carry_out(self, request: Request) -> None:
+        """Carry out an operator's command, and answer it once a training that it ends has ended."""
+        before = self._store.newest_change()
+        if (done := request.carry_out(self._store)) is None:
+            return
+        try:
+            self._uploads.drop(self._store.submissions.deleted(self._task.digest, since=before))
+            self._update_releases(at_once=True)
+            self._tick()
+        finally:
+            request.answer(done)
 
     def _connected(self, event: mqtt.Connected) -> None:
         self._publisher.chunk_bytes = chunk_bytes(event.max_packet_bytes)

@@ -4,6 +4,7 @@ import contextlib
 import queue
 from dataclasses import dataclass
 
+from aggregator.commands.command_socket import Request
 from aggregator.job_processes import JobEvent
 from aggregator.tasks.restoration import Verified
 from protocol.mqtt import reconnecting_session as mqtt
@@ -21,7 +22,7 @@ class Stop:
     """The program that runs the aggregator wants it to end."""
 
 
-Event = mqtt.Event | JobEvent | Verified | Stop
+Event = mqtt.Event | JobEvent | Request | Verified | Stop
 Events = queue.SimpleQueue[Event]
 
 

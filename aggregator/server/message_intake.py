@@ -55,8 +55,7 @@ class MessageIntake:
     def _store(self, messages: list[mqtt.Received]) -> None:
         """Store all messages durably; raises StateError if one cannot be stored: then none is.
 
-        Most of the work comes before the transaction, in which no other program can write. The blobs of a folder get
-        their names within it, since `aggregator forget` deletes a device's.
+        Most of the work comes before the transaction. The blobs of a folder get their names within it.
         """
         self.view.begin_batch()
         with self.store.snapshot():
@@ -66,7 +65,6 @@ class MessageIntake:
         self._accepted.wait()
         if self._messages.has_items():
             with self.store.transaction():
-                self.view.refresh()
                 self._messages.store_items()
                 self._accepted.flush()
 
@@ -74,10 +72,6 @@ class MessageIntake:
         """Let time pass; raises StateError if the store cannot be used."""
         self.blob_sender.send()
         self.uploads.tick()
-        self.view.refresh()
-        if self.view.deleted:
-            self.uploads.drop(self.view.deleted)
-            self.view.deleted.clear()
 
     def close(self) -> None:
         self.publisher.stop()

@@ -21,33 +21,19 @@ class IntakeHeads:
 
 
 class StoreView:
-    """The served task's heads and submissions; call `refresh` first in each transaction."""
+    """The served task's heads and submissions; call `begin_batch` before each batch of messages."""
 
     def __init__(self, store: Store, task: Task) -> None:
         self._store = store
         self._task = task.digest
         self._settings = task.file.settings
-        self._data_version = -1
-        self._change = store.newest_change()
         self.heads = IntakeHeads()
         """The aggregator sets them."""
-        self.deleted: set[str] = set()
-        """Devices whose submissions another process has deleted; the caller clears it."""
         self._submissions: dict[str, SubmissionRecord | None] = {}
         """The submissions that were read or stored in this batch."""
 
     def begin_batch(self) -> None:
-        """Read what has changed since the batch before; raises StateError."""
-        self._submissions.clear()
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Read what other processes have changed; raises StateError."""
-        if (version := self._store.database.data_version()) == self._data_version:
-            return
-        newest = self._store.newest_change()
-        self.deleted |= self._store.submissions.deleted(self._task, since=self._change)
-        self._change, self._data_version = newest, version
+        """Read what has changed since the batch before."""
         self._submissions.clear()
 
     def submission(self, device: str) -> SubmissionRecord | None:

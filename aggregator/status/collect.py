@@ -169,7 +169,6 @@ def _rollout(rows: Rows) -> model.Rollout:
         newest=rows.heads[-1].version if rows.heads else 0,
         current=rows.rollout.current,
         candidate=candidate,
-        requested=rows.requested,
     )
 
 

@@ -79,7 +79,6 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     newest: Annotated[int, Meta(description="Version of the newest head; 0 if there is none.")]
     current: Annotated[int, Meta(description="Version of the current head; 0 if there is none.")]
     candidate: Candidate | None
-    requested: Annotated[int | None, Meta(description="Head that a pending operator command makes current.")]
 
 
 class Coverage(msgspec.Struct, frozen=True, kw_only=True):

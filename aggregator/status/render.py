@@ -70,9 +70,6 @@ def _below(status: Status) -> Iterator[tuple[str, ...]]:
         yield "", _candidate(status.rollout.candidate)
     yield from _outliers(status)
     yield from _forgotten(status)
-    if status.rollout.requested is not None:
-        when = "soon" if status.running else "when the aggregator is started"
-        yield "", f"head {status.rollout.requested} will be current {when}, by an operator's command"
     for refusal in status.refusals:
         text = f"{refusal.count} x {refusal.reason} from {refusal.device}: {refusal.detail}"
         yield "refused", text, "yellow"

@@ -8,7 +8,6 @@ from aggregator.algorithms.registry import find_algorithm
 from aggregator.coordination import rollout_state
 from aggregator.coordination.collection import Collection
 from aggregator.coordination.round_state import DeviceDecisions
-from aggregator.heads import operator_commands
 from aggregator.heads.head_rate import limited_until_s
 from aggregator.storage.devices import DeviceRecord, Key
 from aggregator.storage.heads import HeadRecord
@@ -40,8 +39,6 @@ class Rows:
     planned: HeadRecord | None
     """The head that is planned or trained now."""
     rollout: rollout_state.State
-    requested: int | None
-    """The head that pending commands will make current."""
     rate_limited_until_s: float | None
     """The time (unix seconds) of the next training if too many were started lately."""
     evaluations: Mapping[int, Mapping[str, Evaluation]]
@@ -80,7 +77,6 @@ def read_rows(store: Store) -> Rows:
         heads=heads,
         planned=store.heads.planned(task),
         rollout=rollout,
-        requested=operator_commands.commanded_version(store, task),
         rate_limited_until_s=limited_until_s(store, task, served.limits),
         evaluations={
             head.version: store.evaluations.of_head(task, head.version)

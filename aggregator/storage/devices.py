@@ -67,29 +67,22 @@ def refusal_reason(known: Key | None, *, is_closed: bool, public: bytes | None =
 
 
 class DeviceKeys:
-    """The tables `keys` and `revoked_certificates`, cached: keys are read with every frame and rarely change."""
+    """The tables `keys` and `revoked_certificates`, cached: keys are read with every frame and rarely change.
+
+    Only the program that writes the tables may use one for long: the cache knows of no changes by others.
+    """
 
     def __init__(self, database: Tables, facts: Facts) -> None:
         self._database = database
         self._facts = facts
         self._cache: dict[tuple[str, ...], Any] = {}
-        self._version = -1
-
-    def refresh(self) -> None:
-        """Drop the cache if another process has written to the database."""
-        version = self._database.data_version()
-        if version != self._version:
-            self._version = version
-            self.drop_cache()
 
     def drop_cache(self) -> None:
-        """Read everything again; call it after a rollback."""
+        """Read everything again; call it after a rollback, or when another program has written."""
         self._cache.clear()
 
     def _read(self, sql: str, *values: str, kind: Callable[[list[tuple[Any, ...]]], Value]) -> Value:
         """Return what `kind` makes of the rows of a query: the same object until something was written."""
-        if not self._database.in_transaction():  # in a transaction no other process can write
-            self.refresh()
         if (sql, *values) not in self._cache:
             if len(self._cache) >= MAX_CACHED:
                 self.drop_cache()

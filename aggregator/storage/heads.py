@@ -1,4 +1,4 @@
-"""Trained heads: their rollout, their evaluations by devices, and an operator's commands about them."""
+"""Trained heads: their rollout, and their evaluations by devices."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,7 @@ import msgspec
 from aggregator.config.training_packages import INSTALL
 from aggregator.coordination import rollout_state
 from aggregator.coordination.canary_comparison import CanaryResult
-from aggregator.coordination.rollout_state import HeadCommand, without_forgotten
+from aggregator.coordination.rollout_state import without_forgotten
 from aggregator.storage.changes import change
 from aggregator.storage.devices import ForgottenDevices
 from protocol.storage.facts import Tables
@@ -291,38 +291,3 @@ class Evaluations:
                 f"DELETE FROM evaluations WHERE task = ? {excepted}",  # noqa: S608 - marks
                 *(task, *versions),
             )
-
-
-@dataclass
-class OperatorCommands:
-    """The table `operator_commands`: what an operator leaves for the running aggregator."""
-
-    _database: Tables
-
-    def add(self, task: bytes, command: HeadCommand) -> int:
-        """Store a command for the aggregator that serves a task; returns its number."""
-        with change(self._database):
-            rows = self._database.read(
-                "INSERT INTO operator_commands (task, kind, version) VALUES (?, ?, ?) RETURNING number",
-                *(task, command.kind, command.version),
-            )
-            return int(rows[0][0])
-
-    def pending(self, task: bytes) -> dict[int, HeadCommand]:
-        """Return a task's commands without an outcome by number, oldest first."""
-        rows = self._database.read(
-            "SELECT number, kind, version FROM operator_commands WHERE task = ? AND outcome IS NULL ORDER BY number",
-            task,
-        )
-        return {number: HeadCommand(kind, version) for number, kind, version in rows}
-
-    def finish(self, number: int, outcome: str) -> None:
-        """Store a command's outcome: empty if it was carried out, otherwise the reason why not."""
-        with change(self._database):
-            self._database.write("UPDATE operator_commands SET outcome = ? WHERE number = ?", outcome, number)
-
-    def outcome(self, number: int) -> str | None:
-        """Return a command's outcome; None while it is pending."""
-        rows = self._database.read("SELECT outcome FROM operator_commands WHERE number = ?", number)
-        outcome: str | None = rows[0][0]
-        return outcome

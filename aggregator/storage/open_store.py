@@ -87,7 +87,7 @@ class SqliteDatabase(Database):
         return ElapsedClock(facts, read_only=self._read_only)
 
     def snapshot(self) -> contextlib.AbstractContextManager[sqlite3.Connection]:
-        """Let all reads of the body see the file as it is at the first of them, whatever other processes write."""
+        """Let all reads of the body see the file as it is at the first of them, whatever is written meanwhile."""
         return self.transaction("DEFERRED")
 
     def check_file(self) -> None:
@@ -141,8 +141,7 @@ def open_store(
     Args:
         folder: the state directory.
         read_only: read the state of an aggregator that may be running.
-        lock: keep other aggregators out until `close`. Without it, the state of a running aggregator can be changed,
-            but not migrated.
+        lock: keep other programs that write out until `close`: an aggregator, and a command while none runs.
         blobs: a URL of `cluster_modules.BLOBS`, or empty: then the blobs are where they were before, at first in the
             directory.
         database: a URL of `cluster_modules.DATABASES`, which holds the tables in place of an SQLite file. The

@@ -58,9 +58,6 @@ MIGRATIONS = (
         task BLOB NOT NULL, device TEXT NOT NULL, head INTEGER NOT NULL, since_s REAL NOT NULL,
         PRIMARY KEY (task, device)
     ) STRICT;
-    CREATE TABLE operator_commands (
-        number INTEGER PRIMARY KEY, task BLOB NOT NULL, kind TEXT NOT NULL, version INTEGER, outcome TEXT
-    ) STRICT;
     CREATE TABLE refusals (
         device TEXT NOT NULL, reason TEXT NOT NULL, count INTEGER NOT NULL, last_s REAL NOT NULL,
         detail TEXT NOT NULL, PRIMARY KEY (device, reason)

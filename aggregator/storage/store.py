@@ -12,7 +12,7 @@ from aggregator.storage.blobs import Blobs
 from aggregator.storage.changes import change, newest_change
 from aggregator.storage.counted_submissions import CountedSubmissions
 from aggregator.storage.devices import REVOKED, DeviceKeys, Devices, ForgottenDevices, Quarantine, Refusals
-from aggregator.storage.heads import Evaluations, HeadRecord, Heads, OperatorCommands
+from aggregator.storage.heads import Evaluations, HeadRecord, Heads
 from aggregator.storage.stored_values import ServedTask, TaskPreparation
 from aggregator.storage.submissions import Submissions
 from aggregator.storage.usage import Usages
@@ -31,6 +31,9 @@ class FleetDatabase(Tables, Protocol):
 
     def snapshot(self) -> contextlib.AbstractContextManager[Any]:
         """Let all reads of the body see the tables as they are at the first of them, whatever others write."""
+
+    def data_version(self) -> int:
+        """Return a number that changes when another process has written."""
 
     def clock(self, facts: Facts) -> ElapsedClock:
         """Return the clock of all deadlines, kept in these facts."""
@@ -65,6 +68,8 @@ class Store:
 
     blobs: Blobs
     """Missing if the store is read only."""
+    is_served = False
+    """The running aggregator uses this store, rather than a command or another reader."""
 
     def __init__(self, folder: Path, database: FleetDatabase) -> None:
         self.folder = folder
@@ -80,7 +85,6 @@ class Store:
         self.forgotten = ForgottenDevices(database)
         self.heads = Heads(database, self.forgotten, self.evaluations)
         self.quarantine = Quarantine(database)
-        self.commands = OperatorCommands(database)
         self._members: dict[bytes, dict[str, bytes]] = {}
         """The lists of submissions of planned heads, and the one that was read last, by their digests."""
 
@@ -95,7 +99,6 @@ class Store:
         """
         try:
             with self.database.transaction():
-                self.keys.refresh()
                 yield
             self.database.check_file()
         except BaseException:
@@ -106,7 +109,6 @@ class Store:
     def snapshot(self) -> Iterator[None]:
         """Let all reads within see the database as it is at the first of them; nothing can be written meanwhile."""
         with self.database.snapshot():
-            self.keys.refresh()
             yield
 
     def served_task(self) -> ServedTask:

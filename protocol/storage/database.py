@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from protocol.errors import StateError, StateRefused
+from protocol.errors import StateError, StateLocked, StateRefused
 from protocol.log import event
 from protocol.storage.blobstore import create_atomically, state_errors
 from protocol.storage.folder_lock import FolderLock
@@ -79,7 +79,7 @@ class Database:
         self._lock = lock
         self._thread_lock = threading.RLock()
         if lock is not None and holds_lock and not lock.take():
-            raise StateError(f"`{program}` already runs on {path.parent}: stop it, or use another --state")
+            raise StateLocked(f"`{program}` already runs on {path.parent}: stop it, or use another --state")
         try:
             with self._errors():
                 self._db = self._open()

@@ -27,9 +27,6 @@ class Tables(Protocol):
     def in_transaction(self) -> bool:
         """Return True in a transaction."""
 
-    def data_version(self) -> int:
-        """Return a number that changes when another process has written."""
-
 
 class Facts:
     """The table `facts` of a database."""

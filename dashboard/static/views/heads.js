@@ -43,7 +43,6 @@ export function Heads({ status }) {
   if (!status.heads.length) return html`<p class="empty">No head is trained yet.</p>`;
   const newest = [...status.heads].reverse().slice(0, SHOWN);
   return html`${status.rollout.candidate && html`<${Candidate} candidate=${status.rollout.candidate} />`}
-    ${status.rollout.requested !== null && html`<p class="note">Switching to head ${status.rollout.requested} …</p>`}
     <p class="tools">
       ${status.head_path && html`<a class="button" href="api/v1/files/head.onnx" download onClick=${save}>Download head.onnx</a>`}
       ${status.model_path && html`<a class="button" href="api/v1/files/model.onnx" download onClick=${save}>Download model.onnx</a>`}

@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import click
 from click.testing import CliRunner
 
+from aggregator.commands.session import open_session
 from aggregator.messaging.manifest_signer import identity_of
-from aggregator.security.enrollment import enroll, enroll_broker
+from aggregator.security.enrollment import enroll, enroll_broker, revoke
 from aggregator.security.identity import aggregator_access
 from aggregator.security.mosquitto_config import FOLDER, LOG
 from aggregator.storage.open_store import open_store
@@ -70,15 +72,29 @@ class ClosedFleet:
         self.broker = replace(address, host="localhost")
         self.state = root / "aggregator"
         self.fleet = fleet
-        self.store = open_store(self.state, database=database, fleet=fleet)
         self._open_address = open_address
-        enroll_broker(self.store, ["broker.example"], fleet=fleet, out=root / "broker", days=30)
+        with closing(open_store(self.state, lock=True, database=database, fleet=fleet)) as store:
+            enroll_broker(store, ["broker.example"], fleet=fleet, out=root / "broker", days=30)
 
-    def enroll(self, device: str, *, renew: bool = False, folder: str = "") -> Path:
-        """Enroll a device; returns its folder."""
+    def enroll(self, device: str, *, renew: bool = False, folder: str = "", key: bytes = b"") -> Path:
+        """Enroll a device, by default with a new key; returns its folder."""
         out = self.root / (folder or device)
-        enroll(self.store, device, broker=str(self.broker), renew=renew, fleet=self.fleet, out=out)
+        with open_session(self.state) as session:
+            enroll(
+                session.store,
+                device,
+                broker=str(self.broker),
+                renew=renew,
+                fleet=self.fleet,
+                out=out,
+                key=key,
+                write=session.change_keys,
+            )
         return out
+
+    def revoke(self, device: str) -> None:
+        with open_session(self.state) as session:
+            revoke(session.store, device, write=session.change_keys)
 
     def access(self, device: str) -> BrokerAccess:
         return read_enrollment(self.root / device).access

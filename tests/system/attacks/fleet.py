@@ -16,7 +16,6 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from aggregator.intake.upload import Upload
-from aggregator.security.enrollment import revoke
 from aggregator.storage.open_store import open_store
 from edge_client.store.device_state import DeviceState
 from edge_client.store.stored_values import Heads
@@ -69,7 +68,7 @@ class AttackedFleet(Fleet):
         self._task = task
         for device in (*HONEST, MALLORY, REVOKED, NEW, LATE):
             self.closed.enroll(device)
-        revoke(self.closed.store, REVOKED)
+        self.closed.revoke(REVOKED)
 
     def __enter__(self) -> Self:
         self.closed.publish_revocations()
@@ -96,7 +95,6 @@ class AttackedFleet(Fleet):
     def __exit__(self, *_: object) -> None:
         super().__exit__()
         self.mosquitto.stop()
-        self.closed.store.close()
 
     def run_device(self, name: str, *, data: Path) -> None:
         self.start_device(name, data, "--rescan-s", "0.5", "--verbose")

@@ -101,7 +101,6 @@ class TwoFleets:
             (folder := root / name).mkdir()
             url = self.server.add_fleet(name, password=password)
             closed = ClosedFleet(folder, free_address(), open_address=self.open, fleet=name, database=url)
-            stack.callback(closed.store.close)
             self.fleets[name] = OneFleet(
                 folder, name, closed, database=url, s3=f"http://{s3.host}:{s3.port}", key=keys[name]
             )
@@ -199,13 +198,13 @@ def test_messages_of_one_fleet_are_refused_by_the_other_one(two: TwoFleets) -> N
             assert client.publish(fleet_topic(THEIRS, "task"), manifest, retain=True)
         _send(two, client, VICTIM)
         _send(two, client, MALLORY, reason="unknown_device")
-        two.theirs.closed.store.keys.enroll(MALLORY, public_key(two.key()), now_s=0.0)
+        two.theirs.closed.enroll(MALLORY, key=public_key(two.key()))
         _send(two, client, MALLORY)
         online = Presence(state="online", epoch=2**40)
         presence = sign_presence(online, key=two.key(), topic=device_topic(OURS, MALLORY, "state"))
         with two.theirs.counted("signature", MALLORY):
             assert client.publish(device_topic(THEIRS, MALLORY, "state"), encode(presence))
-    two.theirs.closed.store.keys.revoke(MALLORY, now_s=0.0)
+    two.theirs.closed.revoke(MALLORY)
     assert [device["device"] for device in two.theirs.status()["devices"] if device["bytes"]] == [VICTIM]
 
 
@@ -362,7 +361,6 @@ def test_names_of_devices_are_a_fleets_own_on_a_broker_of_its_own(tmp_path: Path
         assert not theirs.publish(device_topic(THEIRS, VICTIM, "info"), b"")
     for each in fleets:
         each._open_address = None
-        each.store.close()
     ours, theirs = (AttackerClient(each.broker, each.access(VICTIM)) for each in fleets)
     with fleets[0].mosquitto(), fleets[1].mosquitto(), theirs, ours:
         assert theirs.publish(device_topic(THEIRS, VICTIM, "info"), b"")

@@ -297,8 +297,8 @@ def test_client_that_reads_the_broker(recorded: Recorded) -> None:
 def test_second_operator_sees_no_submission(tmp_path: Path) -> None:
     """A closed fleet's broker gives it requests, and what all devices receive."""
     closed = ClosedFleet(tmp_path, free_address(), open_address=(inside := free_address()))
-    with closing(closed.store):
-        enroll_sums(closed.store, fleet=FLEET, out=tmp_path / "sums", days=30)
+    with closing(open_store(closed.state, lock=True)) as store:
+        enroll_sums(store, fleet=FLEET, out=tmp_path / "sums", days=30)
     certificate, key, ca = (tmp_path / "sums" / name for name in ("sums.crt", "sums.key", "ca.crt"))
     access = BrokerAccess(tls=True, ca=ca, certificate=certificate, key=key)
     tails = ("d/shed-1/up/7", "d/shed-1/info", "task", "sums/reply", "sums/request")

@@ -9,7 +9,6 @@ from typing import get_args
 
 import pytest
 
-from aggregator.security.enrollment import revoke
 from edge_client.store.device_state import DeviceState
 from edge_client.store.stored_values import Epoch
 from protocol.mqtt.reconnecting_session import (
@@ -60,7 +59,7 @@ def test_revoked_device_is_refused_at_once(closed: ClosedFleet, fleet: Fleet, tm
         # A device that restarts has the same client id again, its certificate's name.
         fleet.start_device("shed-1", data, "--rescan-s", "0.5")
         fleet.wait_for("the device", lambda s: s["devices"][0]["state"] == "online")
-        revoke(closed.store, "shed-1")
+        closed.revoke("shed-1")
         write_digits(data, classes=[2])
         fleet.wait_exit("shed-1", code=1)
         assert "was revoked" in fleet.log("shed-1")

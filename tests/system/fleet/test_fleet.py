@@ -4,12 +4,11 @@ import platform
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from aggregator.heads.operator_commands import forget
+from aggregator.http.commands import run_command
 from aggregator.messaging.manifest_signer import identity_of
 from aggregator.storage.open_store import open_store
 from protocol.mqtt.reconnecting_session import BrokerAddress
@@ -218,8 +217,8 @@ def test_fleet_with_statistics_forgets_a_device(fleet: Fleet, tmp_path: Path) ->
     assert without_metadata((fleet.aggregator_state / "head.onnx").read_bytes()) != alone
     predicted = fleet.predict("device-0", next((data[1] / "9").glob("*.png")))
     assert predicted["label"] in CLASSES
-    with closing(open_store(fleet.aggregator_state)) as store:
-        assert "head 2 is made again without it now" in forget(store, "device-1")[1]
+    said = run_command(fleet.aggregator_state, "forget", b'{"device": "device-1"}').message
+    assert "head 2 is made again without it now" in said
     fleet.wait_for("the head without it", lambda s: s["devices"][0]["head"] == 3 and s["head_path"])
     assert without_metadata((fleet.aggregator_state / "head.onnx").read_bytes()) == alone
 

@@ -1,7 +1,6 @@
 """A fleet with a second operator on real processes: nobody sees a device's sums, and the head is that of all."""
 
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -9,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aggregator.heads.operator_commands import forget
+from aggregator.http.commands import run_command
 from aggregator.intake.validation import read_message
-from aggregator.security.identity import revoke_key
 from aggregator.storage.open_store import open_store
 from aggregator.sums.stored_lists import sums_of
 from protocol.errors import ConfigError
@@ -80,7 +78,7 @@ def test_opened_sum_is_exactly_that_of_the_listed_devices(fleet: Fleet, tmp_path
         expected = sum(own_sums(fleet, name, digest).astype(np.int64) for name in lists.devices)
         np.testing.assert_array_equal(opened_total(store), expected)
         with pytest.raises(ConfigError, match="it cannot be taken out"):
-            forget(store, lists.devices[0])
+            run_command(fleet.aggregator_state, "forget", b'{"device": "%s"}' % lists.devices[0].encode())
         record = store.submissions.all(digest)[lists.devices[0]]
         message = read_message(store.blobs.read(record.entry.digest))
         assert isinstance(message, Submission)
@@ -122,8 +120,7 @@ def test_device_that_the_second_operator_does_not_know_is_left_out(fleet: Fleet,
     fleet.wait_for_log("operator", " connected ")
     fleet.start_aggregator(task)
     fleet.wait_for("the refusal", lambda s: s["sums"] and f"{stranger} is not in" in s["sums"]["problem"])
-    with closing(open_store(fleet.aggregator_state)) as store:
-        revoke_key(store, stranger, now_s=time.time())
+    run_command(fleet.aggregator_state, "revoke", b'{"device": "%s"}' % stranger.encode())
     summary = fleet.wait_for("the head", lambda s: s["heads"])
     assert summary["heads"][0]["devices"] == MIN_DEVICES
     assert (summary["sums"]["devices"], summary["sums"]["requested"]) == (MIN_DEVICES, 0)

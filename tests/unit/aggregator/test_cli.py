@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -159,11 +160,12 @@ def test_signing_key_stays_with_the_devices_owner(tmp_path: Path) -> None:
 
 
 def test_reset_key_deletes_pinned_key_once(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    store.keys.pin("a", bytes(32), now_s=0.0)
+    with closing(open_store(tmp_path)) as store:
+        store.keys.pin("a", bytes(32), now_s=0.0)
     done = run_aggregator("reset-key", "a", "--state", str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "the next key used under the name a will be stored\n")
-    assert store.keys.get("a") is None
+    with closing(open_store(tmp_path, read_only=True)) as store:
+        assert store.keys.get("a") is None
     done = run_aggregator("reset-key", "a", "--state", str(tmp_path))
     assert done.returncode == 1
     assert "a has no key stored at first use" in done.stderr

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from aggregator.security.enrollment import revoke
 from aggregator.security.mosquitto_config import access_list
 from edge_client.cli import cli
 from edge_client.core.manifest_trust import ManifestTrust
@@ -103,7 +102,7 @@ def test_faults_of_the_way_to_the_fleet_are_named(closed: ClosedFleet) -> None:
             cli, "doctor", "--aggregator-key", "ab" * 32, "--enrollment", str(closed.root / DEVICE)
         )
         assert "signed by another aggregator" in found["task"][0]["text"]
-    revoke(closed.store, DEVICE)
+    closed.revoke(DEVICE)
     closed.publish_revocations()
     with closed.mosquitto():
         code, found = _doctor(closed)

@@ -8,6 +8,7 @@ from typing import TypeVar
 import pytest
 
 import protofleet
+from aggregator.http.commands import run_command
 from aggregator.security.enrollment import enroll
 from aggregator.storage.open_store import open_store
 from edge_client.config import Settings
@@ -239,7 +240,7 @@ def test_broker_that_cannot_listen_ends_the_aggregator(tmp_path: Path, broker: s
 def test_aggregator_that_fails_starts_again(
     tmp_path: Path, address: BrokerAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a delay, and it says why; its broker continues meanwhile."""
+    """After a delay, and it says why; its broker continues meanwhile, and commands reach the next start."""
     monkeypatch.setattr(retry_delay, "FIRST_DELAY_S", 0.01)
     broker, failures, seen = f"{address.host}:{address.port}", Events(), Events()
     task = write_task(tmp_path, classes=CLASSES)
@@ -254,5 +255,7 @@ def test_aggregator_that_fails_starts_again(
         wait_until(
             "its next start", lambda: aggregator.status().running, diagnostics=lambda: str(failures.seen)
         )
+        with pytest.raises(ConfigError, match="there is no candidate to promote"):
+            run_command(aggregator.state, "promote", b"")
         assert not any(isinstance(each, events.BrokerDisconnected) for each in seen.seen)
     assert not aggregator.status().running

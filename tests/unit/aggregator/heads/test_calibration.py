@@ -26,12 +26,11 @@ from aggregator.heads import rollout
 from aggregator.heads.calibration import MIN_IMAGES, RETRY_S, pooled
 from aggregator.heads.head_rate import limited_until_s
 from aggregator.heads.next_head import folder_of, store_head
-from aggregator.heads.operator_commands import forget, submit_command
+from aggregator.heads.operator_commands import forget, make_current
 from aggregator.heads.rollout import Rollout
 from aggregator.heads.schedule import Schedule
-from aggregator.security.identity import revoke_key
+from aggregator.security.device_keys import revoke_key
 from aggregator.storage.heads import CALIBRATED_FROM
-from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task_preparation import Task
@@ -342,9 +341,7 @@ def test_forgotten_device_ends_the_calibration(world: World) -> None:
     result = world.calibrate(job)
     plan = world.training.plan
     assert plan is not None
-    other = open_store(world.store.folder)
-    forget(other, "a")
-    other.close()
+    forget(world.store, "a")
     assert store_head(world.task, world.store, plan, job, result) is None
     assert not world.training._finish(job, Finished(result))
     world.tick()
@@ -361,7 +358,7 @@ def test_rollback_during_calibration_remains(world: World) -> None:
     world.upload("a")
     assert world.finish()
     world.report(_all(version=3))
-    submit_command(world.store, "rollback", 1)
+    make_current(world.store, "rollback", 1)
     world.tick()
     assert world.finish()
     rollout = world.store.heads.rollout(TASK)

@@ -11,7 +11,7 @@ import pytest
 from aggregator.config.task_file import load_task
 from aggregator.coordination.round_state import Entry
 from aggregator.heads import rollout
-from aggregator.heads.operator_commands import forget, submit_command
+from aggregator.heads.operator_commands import forget, make_current
 from aggregator.heads.rollout import Rollout
 from aggregator.heads.schedule import Schedule
 from aggregator.job_processes import JobProgress
@@ -111,7 +111,7 @@ def test_training_folder_that_was_deleted_in_part_does_not_end_the_program(tmp_p
 
 
 def test_calibration_that_is_forgotten_before_it_starts(world: test_calibration.World) -> None:
-    """`aggregator forget` runs in another process, at any moment."""
+    """Its rows are deleted before the training begins."""
     calibration = world.training._calibration
     job_of = calibration.job
 
@@ -178,7 +178,7 @@ def test_head_in_use_is_made_again_without_a_forgotten_device_although_it_is_not
     made = {"digest": store.blobs.put(b"2"), "size_bytes": 1, "metrics": {}}
     add_head(store, 2, task=TASK, members=members, is_used=False, **made)
     world.releases.tick(at_once=True)
-    submit_command(store, "rollback", 1)
+    make_current(store, "rollback", 1)
     world.tick()
     assert (world.releases.state.current, world.jobs) == (1, [])
     said = forget(store, "a")

@@ -17,7 +17,7 @@ from aggregator.coordination.round_state import DeviceDecisions, Entry, Settings
 from aggregator.heads import rollout
 from aggregator.heads.head_rate import limited_until_s
 from aggregator.heads.next_head import folder_of, update_quarantine
-from aggregator.heads.operator_commands import forget, release, submit_command
+from aggregator.heads.operator_commands import forget, make_current, release
 from aggregator.heads.rollout import Rollout
 from aggregator.heads.schedule import Schedule
 from aggregator.intake.validation import Prototypes
@@ -271,9 +271,9 @@ def test_no_rollback_to_heads_with_a_forgotten_device(store: Store, task: Task) 
     delete_unneeded_blobs(task, store)
     assert not {*files.values()} & {*store.blobs.digests()}
     with pytest.raises(ConfigError, match="no other head was current before"):
-        submit_command(store, "rollback")
+        make_current(store, "rollback")
     with pytest.raises(ConfigError, match="it learned from a device that was forgotten"):
-        submit_command(store, "rollback", 2)
+        make_current(store, "rollback", 2)
 
 
 def test_sums_of_earlier_tasks_do_not_prevent_forgetting(store: Store) -> None:

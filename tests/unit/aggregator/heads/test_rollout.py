@@ -1,7 +1,7 @@
 """Heads in the fleet: their files, decisions about them, commands and restarts."""
 
-import contextlib
 import dataclasses
+import logging
 from pathlib import Path
 
 import pytest
@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from aggregator.config.schema import Limits
 from aggregator.config.task_file import load_task
-from aggregator.coordination.rollout_state import HeadCommand, Settings, State
+from aggregator.coordination.rollout_state import Settings, State
 from aggregator.heads import current_files, rollout
-from aggregator.heads.operator_commands import submit_command
+from aggregator.heads.operator_commands import make_current
 from aggregator.heads.rollout import Rollout
 from aggregator.status import model
 from aggregator.status.collect import collect_status
@@ -141,27 +141,43 @@ def test_oldest_heads_are_deleted(store: Store, task: Task) -> None:
 
 
 def test_command_is_carried_out_once(store: Store, task: Task) -> None:
-    """If its outcome cannot be stored, it is undone; otherwise a rollback would happen twice."""
+    """If a head's row cannot be stored, none is changed; otherwise a rollback would happen twice."""
+    store.facts.put(replace(SERVED, digest=task.digest))
     releases = _rolled_out(store, task, 3)
-    store.commands.add(task.digest, HeadCommand("rollback"))
+    before = store.heads.all(task.digest)
     store.database.write(
-        "CREATE TEMP TRIGGER full BEFORE UPDATE ON operator_commands BEGIN SELECT RAISE(ABORT, 'full'); END"
+        "CREATE TEMP TRIGGER full BEFORE UPDATE ON heads WHEN new.version = 3 BEGIN SELECT RAISE(ABORT, 'full'); END"
     )
     with pytest.raises(StateError, match="full"):
-        releases.tick()
-    assert store.heads.rollout(task.digest).current == 3
+        make_current(store, "rollback")
+    assert store.heads.all(task.digest) == before
     store.database.write("DROP TRIGGER full")
+    assert make_current(store, "rollback") == "head 2 will be current when the aggregator is started"
     releases.tick()
     assert _current(releases).version == store.heads.rollout(task.digest).current == 2
 
 
-def test_command_that_has_become_impossible_is_reported_as_refused(store: Store, task: Task) -> None:
-    """It was possible when the operator gave it: the candidate has become current meanwhile."""
-    releases = _rolled_out(store, task, 1)
-    number = store.commands.add(task.digest, HeadCommand("promote", 1))
+def test_command_logs_and_counts_a_head_that_was_made_just_before(
+    store: Store, task: Task, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rollback overrides it: the next start does not give it to devices."""
+    caplog.set_level(logging.INFO)
+    store.facts.put(replace(SERVED, digest=task.digest))
+    _rolled_out(store, task, 1)
+    _add_head(store, task.digest, 2)
+    make_current(store, "rollback", 1)
+    assert 'head activated version=1 reason="rolled back by an operator"' in caplog.text
+    releases = Rollout(task, store)
     releases.tick()
-    assert store.commands.outcome(number) == "there is no candidate to promote"
-    assert not store.commands.pending(task.digest)
+    assert _current(releases).version == 1
+    assert store.heads.rollout(task.digest).rejected == {2: "rolled back to head 1"}
+
+
+def test_promotion_without_a_candidate_is_refused(store: Store, task: Task) -> None:
+    store.facts.put(replace(SERVED, digest=task.digest))
+    _rolled_out(store, task, 1)
+    with pytest.raises(ConfigError, match="there is no candidate to promote"):
+        make_current(store, "promote")
 
 
 def _report(releases: Rollout, store: Store, device: str, problem: str, *, head: int = 2) -> None:
@@ -195,8 +211,8 @@ def test_current_head_that_fails_on_devices_is_rejected(
     assert f'head rejected version=2 current=1 reason="{reason}"' in caplog.text
 
 
-def test_evaluations_that_another_process_stores_count(store: Store, task: Task) -> None:
-    """Those of canaries decide, also if this program did not run when they were stored."""
+def test_evaluations_of_canaries_decide(store: Store, task: Task) -> None:
+    """Also if this program has ended since they were stored."""
     task = dataclasses.replace(
         task, file=replace(task.file, rollout=Settings(canary_fraction=1.0, min_canaries=1))
     )
@@ -207,9 +223,8 @@ def test_evaluations_that_another_process_stores_count(store: Store, task: Task)
         store.devices.put_presence(device, "online", now_s=0.0)
 
     def _stored(device: str, head: int) -> None:
-        with contextlib.closing(open_store(store.folder)) as other:
-            report = replace(_evaluation(task.digest, 10, previous=10), head_version=head)
-            other.evaluations.put(device, report, digest=device.encode(), now_s=0.0)
+        report = replace(_evaluation(task.digest, 10, previous=10), head_version=head)
+        store.evaluations.put(device, report, digest=device.encode(), now_s=0.0)
 
     releases = Rollout(task, store)
     releases.tick()
@@ -221,17 +236,16 @@ def test_evaluations_that_another_process_stores_count(store: Store, task: Task)
     assert store.heads.rollout(task.digest).current == 3
 
 
-def test_commands_wait_for_the_next_start(store: Store, task: Task) -> None:
-    """Commands to a stopped aggregator are checked as if the earlier ones were carried out."""
+def test_commands_apply_at_the_next_start(store: Store, task: Task) -> None:
+    """Commands to a stopped aggregator change its rows at once, one after the other."""
     store.facts.put(replace(SERVED, digest=task.digest))
     _rolled_out(store, task, 3)
     for version in (2, 1):
-        outcome = submit_command(store, "rollback")
+        outcome = make_current(store, "rollback")
         assert outcome == f"head {version} will be current when the aggregator is started"
-    assert collect_status(store).rollout == model.Rollout(newest=3, current=3, candidate=None, requested=1)
+    assert collect_status(store).rollout == model.Rollout(newest=3, current=1, candidate=None)
     releases = Rollout(task, store)
     releases.tick()
-    assert collect_status(store).rollout == model.Rollout(newest=3, current=1, candidate=None, requested=None)
     assert _current(releases).version == 1
     write_files(releases)
     assert (store.folder / "head.onnx").read_bytes() == b"head 1"
@@ -246,7 +260,7 @@ def test_rollback_to_a_head_without_blobs_is_refused(store: Store) -> None:
     store.heads.put_rollout(bytes(32), initial_state([1, 2]))
     store.blobs.path(digest_of(b"head 1")).unlink()
     with pytest.raises(ConfigError, match=r"head 1 cannot be used any more: its files were deleted"):
-        submit_command(store, "rollback")
+        make_current(store, "rollback")
 
 
 def test_command_asks_for_the_blobs_of_its_head_only(
@@ -265,7 +279,7 @@ def test_command_asks_for_the_blobs_of_its_head_only(
     monkeypatch.setattr(FolderBlobs, "__contains__", counted)
     commands: tuple[tuple[int | None, int], ...] = ((None, 4), (3, 3))
     for named, head in commands:
-        submit_command(store, "rollback", named)
+        make_current(store, "rollback", named)
         releases.tick()
         assert store.heads.rollout(task.digest).current == head
-    assert asked == [digest_of(b"head 4")] * 2 + [digest_of(b"head 3")] * 2
+    assert asked == [digest_of(b"head 4"), digest_of(b"head 3")]

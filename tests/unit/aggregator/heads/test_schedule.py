@@ -126,20 +126,18 @@ def test_images_in_blocks_are_not_logged_as_prototypes(
 def test_stored_submissions_close_a_round(
     training: Schedule, events: Events, task: Task, store: Store
 ) -> None:
-    """The table tells which are new, whoever has stored them; one that was deleted again does not count."""
-    others = Schedule(task, other := open_store(store.folder), JobRunner(events.put))
+    """The table tells which are new; one that was deleted again does not count."""
     for device in "ab":
-        submit(others, device)
-        with contextlib.closing(open_store(store.folder)) as third, third.transaction():
-            third.submissions.delete("a", task.digest)
+        submit(training, device)
+        with store.transaction():
+            store.submissions.delete("a", task.digest)
         training.tick()
         assert training._collection.count == (device == "b")
     assert training.plan is None
-    submit(others, "c")
+    submit(training, "c")
     training.tick()
     assert planned(training) == {"b", "c"}
     assert training.finish(_end(events))
-    other.close()
 
 
 def test_damaged_file_ends_the_program_once(
@@ -220,8 +218,7 @@ def test_training_on_a_forgotten_device_is_stopped(
     _take(training, "ab")
     job = training._trainer.job
     assert job is not None
-    with contextlib.closing(open_store(store.folder)) as command:
-        forget(command, "a")
+    forget(store, "a")
     folder = folder_of(store, job)
     for name in ("head.onnx", "tensors.bin"):
         (folder / name).write_bytes(b"made of a and b")

@@ -24,6 +24,7 @@ from aggregator.status import model
 from aggregator.status.collect import collect_status
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
+from tests.support.fleets.command_loop import taking_commands
 from tests.support.fleets.fleet import wait_until
 from tests.support.messages.submissions import TASK, device_info
 from tests.unit.aggregator.http.servers import TOKEN, Client, own_token, serving
@@ -39,7 +40,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 @pytest.fixture(scope="module")
 def server(store: Store) -> Iterator[tuple[Client, str]]:
     """Read by every test of this module, and changed by none."""
-    with serving(store.folder) as running:
+    with taking_commands(store), serving(store.folder) as running:
         yield running
 
 
@@ -307,7 +308,11 @@ def test_hostile_bodies_are_refused(server: tuple[Client, str]) -> None:
 
 def test_commands_are_those_of_the_command_line(tmp_path: Path) -> None:
     """A device is enrolled, revoked and forgotten; its keys are nowhere on this machine."""
-    with contextlib.closing(started_store(tmp_path)) as store, serving(tmp_path) as (anyone, token):
+    with (
+        contextlib.closing(started_store(tmp_path)) as store,
+        taking_commands(store),
+        serving(tmp_path) as (anyone, token),
+    ):
         store.submissions.put(TASK, submission_row("shed-1", {1: 3}))
         client = Client(anyone.port, {"Authorization": f"Bearer {token}"})
         for broker in ("-oProxyCommand=x", "broker.example\n", "a,\r\nb"):

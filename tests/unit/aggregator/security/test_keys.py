@@ -210,13 +210,6 @@ def test_a_rotation_killed_before_the_database_is_finished(
     assert not caplog.messages
 
 
-def test_a_running_aggregator_keeps_its_key(store: Store) -> None:
-    running = open_store(store.folder, lock=True)
-    with pytest.raises(ConfigError, match="stop it first"):
-        rotate_key(store, fleet="barn")
-    running.close()
-
-
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 
 

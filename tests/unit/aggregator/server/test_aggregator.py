@@ -2,22 +2,26 @@
 
 import contextlib
 import dataclasses
+import logging
 import queue
 import shutil
+import socket
 import threading
 import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from aggregator.commands.arguments import DeviceArguments
+from aggregator.commands.command_socket import Done, Refused, Request
 from aggregator.config.task_file import load_task
 from aggregator.job_processes import JobRunner
 from aggregator.server.aggregator import Aggregator
-from aggregator.server.device_messages import DeviceMessages
 from aggregator.server.events import Event
 from aggregator.status.collect import collect_status
 from aggregator.storage.background import WriteBatch
@@ -316,22 +320,57 @@ def _blob_bytes(store: Store) -> int:
     return sum(map(store.blobs.size, store.blobs.digests()))
 
 
-def test_blob_that_another_program_deletes_before_the_transaction_is_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def _carried_out(bench: Bench, command: str, arguments: msgspec.Struct) -> Done | Refused:
+    """Let the loop handle an operator's command; return the reply."""
+    client, server = socket.socketpair()
+    with client, server:
+        request = Request(command, arguments, server, queue.SimpleQueue())
+        bench.daemon.handle([request])
+        return request.replies.get_nowait()
+
+
+def test_forget_ends_the_training_before_it_is_answered(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A device sends its submission again while `aggregator forget` deletes the file."""
-    bench = Bench(tmp_path, PATIENT)
-    store = bench.store
+    """And the unfinished upload; a restart knows of neither."""
+    caplog.set_level(logging.INFO)
+    bench = Bench(tmp_path, "quorum = 1")
     message = bench.submission()
-    bench.handle(message)
-    store.submissions.delete("dev", bench.task.digest)
-    store_items = DeviceMessages.store_items
-
-    def delete_and_store(messages: DeviceMessages) -> None:
-        store.blobs.delete([digest_of(encode(message))])
-        store_items(messages)
-
-    monkeypatch.setattr(DeviceMessages, "store_items", delete_and_store)
     assert bench.handle(message) == ["received"]
-    assert store.blobs.is_whole(digest_of(encode(message)))
+    store, training = bench.store, bench.daemon._training
+    uploads = bench.daemon._uploads._open._uploads
+    assert [training.plan is None, training._trainer.job is None] == [False, False]
+    payload = encode(bench.submission(sequence=2))
+    (first, *_) = frames_of(payload, digest=digest_of(payload), ranges=((0, 100),))
+    bench.daemon.handle([Received(device_topic(FLEET, "dev", "up"), signed(first))])
+    assert [device for device, _ in uploads] == ["dev"]
+    reply = _carried_out(bench, "forget", DeviceArguments("dev"))
+    assert isinstance(reply, Done)
+    assert reply.sentences[0] == "forgot dev: its submissions are deleted"
+    assert [training.plan is None, training._trainer.job is None] == [True, True]
+    assert "training ended: an operator's command has changed what it is made of" in caplog.text
+    assert digest_of(encode(message)) not in store.blobs
+    assert not uploads
+    assert _carried_out(bench, "forget", DeviceArguments("dev")) == Refused(
+        "ConfigError",
+        "no submission of 'dev' is stored: `aggregator status` lists the devices that have submitted",
+    )
     store.close()
+
+
+def test_command_that_cannot_be_written_is_answered_and_ends_the_program(tmp_path: Path) -> None:
+    """As any failed write."""
+    bench = Bench(tmp_path, PATIENT)
+    bench.store.keys.pin("dev", bytes(32), now_s=1.0)
+    bench.store.database.write(
+        "CREATE TEMP TRIGGER full BEFORE DELETE ON keys BEGIN SELECT RAISE(ABORT, 'full'); END"
+    )
+    client, server = socket.socketpair()
+    with client, server:
+        request = Request("reset-key", DeviceArguments("dev"), server, queue.SimpleQueue())
+        with pytest.raises(StateError, match="full"):
+            bench.daemon.handle([request])
+        reply = request.replies.get_nowait()
+    assert isinstance(reply, Refused)
+    assert (reply.kind, "full" in reply.reason) == ("StateError", True)
+    bench.store.close()

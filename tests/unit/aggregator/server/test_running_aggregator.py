@@ -15,7 +15,7 @@ import pytest
 
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.tensors import unpack_tensors
-from aggregator.heads.operator_commands import submit_command
+from aggregator.http.commands import run_command
 from aggregator.server.device_messages import bounded_info
 from aggregator.storage.open_store import open_store
 from protocol.errors import StateError
@@ -330,7 +330,7 @@ def test_rollback_of_a_round_head(amqtt_broker: BrokerAddress, task_file: Path) 
     """Devices get its tensors, the files are its own, and training continues with the newest round."""
     with running_fleet(task_file, amqtt_broker, "a", "b") as (daemon, [a, b]):
         first, second = (_head_of(number, a, b) for number in range(2))
-        assert submit_command(open_store(daemon.state), "rollback") == "head 1 is current"
+        assert run_command(daemon.state, "rollback", b"").message == "head 1 is current"
         back = a.wait(fleet_topic(FLEET, "head"), HeadManifest, when=lambda head: head != second)
         assert (back.current, back.candidate) == (first.current, None)
         assert back.current.tensors is not None

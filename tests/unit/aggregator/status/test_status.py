@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from aggregator.algorithms.fpl import FPL
 from aggregator.config.schema import Limits, Rounds
 from aggregator.config.training_packages import INSTALL
-from aggregator.coordination.rollout_state import HeadCommand, State, Trial
+from aggregator.coordination.rollout_state import State, Trial
 from aggregator.http.metrics import metrics_text
 from aggregator.http.snapshots import read_snapshot
 from aggregator.intake import intake_status
@@ -327,7 +327,7 @@ def test_heads_and_the_devices_that_use_them(busy: Store) -> None:
     status = collected(busy)
     summary = "accuracy 80.0% (8/10) on 1 canary, 90.0% (9/10) with the previous head"
     candidate = model.Candidate(version=3, canaries=("a", "b"), awaited=("b",), since_s=70.0, summary=summary)
-    assert status.rollout == model.Rollout(newest=3, current=1, candidate=candidate, requested=None)
+    assert status.rollout == model.Rollout(newest=3, current=1, candidate=candidate)
     assert [(head.state, head.reason) for head in status.heads] == [
         ("current", ""),
         ("rejected", "a [says] no"),
@@ -368,16 +368,11 @@ def test_candidate_is_compared_by_the_settings_of_the_task(
     assert canaries in rollout_status.candidate.summary
 
 
-def test_waiting_candidate_and_pending_command(busy: Store) -> None:
-    """A candidate without canaries, and a command that the aggregator has not read yet."""
+def test_waiting_candidate(busy: Store) -> None:
+    """A candidate without canaries."""
     add_head(busy, 2)
     busy.heads.put_rollout(TASK, State(newest=2, current=1, trial=Trial(2, 70.0)))
     assert "head 2 waits for devices to come online and evaluate it" in rendered(collected(busy))
-    busy.commands.add(TASK, HeadCommand("promote"))
-    status = collected(busy)
-    assert "head 2 will be current soon, by an operator's command" in rendered(status)
-    waits = "head 2 will be current when the aggregator is started, by an operator's command"
-    assert waits in rendered(replace(status, running=False))
 
 
 def test_quotas_are_shown_where_they_are_set(tmp_path: Path) -> None:

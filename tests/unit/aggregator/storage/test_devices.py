@@ -5,7 +5,6 @@ import pytest
 from aggregator.coordination.round_state import DeviceDecisions
 from aggregator.storage import devices
 from aggregator.storage.devices import REVOKED, QuarantinedDevice
-from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from tests.support.messages.submissions import TASK
 
@@ -103,15 +102,14 @@ def test_release_holds_until_the_next_quarantine(store: Store) -> None:
 
 def test_keys_decide_for_every_task(store: Store) -> None:
     """A revoked key counts in no task; from the first enrollment, only enrolled devices count."""
-    other = open_store(store.folder)
-    other.keys.pin("a", b"a" * 32, now_s=1)
-    other.keys.revoke("a", now_s=2)
+    store.keys.pin("a", b"a" * 32, now_s=1)
+    store.keys.revoke("a", now_s=2)
     assert store.decisions(TASK) == store.decisions(bytes(32)) == DeviceDecisions(quarantined=frozenset("a"))
-    with other.transaction():
-        other.keys.enroll("b", b"b" * 32, now_s=3)
-        other.keys.close_fleet()
+    with store.transaction():
+        store.keys.enroll("b", b"b" * 32, now_s=3)
+        store.keys.close_fleet()
     assert store.decisions(TASK) == DeviceDecisions(quarantined=frozenset("a"), enrolled=frozenset("b"))
-    other.keys.revoke("b", now_s=4)
+    store.keys.revoke("b", now_s=4)
     assert store.decisions(TASK).enrolled == frozenset()
 
 

@@ -8,9 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from aggregator.coordination.rollout_state import HeadCommand
 from aggregator.coordination.round_state import Entry
-from aggregator.security.enrollment import reset_device
+from aggregator.security.device_keys import reset_device
 from aggregator.storage import schema
 from aggregator.storage.devices import REVOKED, DeviceRecord, ForgottenDevice, Refusal
 from aggregator.storage.heads import HeadRecord, TrainingProgress
@@ -242,7 +241,6 @@ def test_every_change_has_a_greater_number(store: Store) -> None:
         lambda: store.evaluations.delete_device("a"),
         lambda: _add_head(store, 1),
         lambda: store.heads.delete(TASK, 1),
-        lambda: store.commands.add(TASK, HeadCommand("rollback")),
         lambda: store.quarantine.add(TASK, "a", reason="far off", now_s=0.0),
         lambda: store.quarantine.release(TASK, "a", now_s=0.0),
         lambda: store.quarantine.delete(TASK, "a"),

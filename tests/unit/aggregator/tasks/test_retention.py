@@ -1,15 +1,12 @@
 """Deletion of what nothing needs: in slices, each decided by what is stored when it is deleted."""
 
-import contextlib
 from collections.abc import Collection
 from functools import partial
 
 import pytest
 
 from aggregator.coordination.round_state import Entry
-from aggregator.server.store_view import StoreView
 from aggregator.storage.devices import ForgottenDevice
-from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.retention import (
@@ -146,24 +143,3 @@ def test_rows_of_an_earlier_task_are_deleted_in_slices(store: Store, clock: Fake
     assert (
         list(map(len, (*kept, store.submissions.lost(SERVED.digest), store.heads.all_planned()))) == [1] * 4
     )
-
-
-def test_rows_of_deletions_are_kept_until_the_intake_has_read_them(store: Store, clock: FakeClock) -> None:
-    """It reads at each tick, before the retention; the newest row stays, as its number only grows."""
-    retention, view = Retention(SERVED, store), StoreView(store, SERVED)
-    for device in "abc":
-        _submit(store, device, b"digest")
-    clock.elapsed_s += RETENTION_S
-    view.refresh()
-    with contextlib.closing(open_store(store.folder)) as other:
-        for device in "ab":
-            other.submissions.delete(device)
-    retention.tick()
-    view.refresh()
-    assert view.deleted == {"a", "b"}
-    newest = store.submissions.newest_deletion()
-    for left in (2, 1):
-        assert len(store.submissions.deleted(SERVED.digest, since=0)) == left
-        clock.elapsed_s += RETENTION_S
-        retention.tick()
-    assert store.submissions.newest_deletion() == newest
