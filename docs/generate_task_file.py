@@ -18,7 +18,8 @@ from msgspec.structs import replace
 
 from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.registry import ALGORITHMS
-from aggregator.config.schema import PrivacyBudget, PrivacySettings, SumsSettings, TaskFile, described
+from aggregator.config.privacy import PrivacyBudget, PrivacySettings, SumsSettings
+from aggregator.config.schema import TaskFile, described
 from aggregator.config.template import hidden_settings
 from aggregator.tasks.graph_cache import graphs_key
 from aggregator.tasks.manifests import task_manifest

@@ -1,6 +1,5 @@
 """`aggregator run`: the supervisor of the programs `serve`, `http` and the embedded broker."""
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +21,6 @@ from protocol.service_manager import stop_on_terminate
 
 if TYPE_CHECKING:
     from protocol.mqtt.tls import BrokerAccess, BrokerAddress
-
-log = logging.getLogger(__name__)
 
 
 @click.command(
@@ -157,16 +154,13 @@ def run_command(  # noqa: PLR0913 - one for each option
 def _checked_brokers(
     text: str, access: "BrokerAccess", *, embedded_broker: bool
 ) -> "tuple[BrokerAddress, ...]":
-    """Return the addresses of brokers; logs what is unsafe about the access to them."""
-    from protocol.mqtt.tls import NO_AUTHENTICATION, parse_brokers, warnings
+    from protocol.mqtt.tls import NO_AUTHENTICATION, parse_brokers
 
     if embedded_broker and access != NO_AUTHENTICATION:
         raise click.UsageError("the embedded broker has neither encryption nor passwords: use mosquitto")
     brokers = parse_brokers(text, tls=access.tls)
     if embedded_broker and len(brokers) > 1:
         raise click.UsageError("the embedded broker listens on one address")
-    for warning in warnings(access, brokers):
-        log.warning("%s", warning)
     return brokers
 
 

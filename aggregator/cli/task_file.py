@@ -13,7 +13,8 @@ from protocol.cli import counted, examples, require_packages, say
 from protocol.errors import ConfigError, ProtofleetError
 
 if TYPE_CHECKING:
-    from aggregator.config.schema import SumsSettings, TaskFile
+    from aggregator.config.privacy import SumsSettings
+    from aggregator.config.schema import TaskFile
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 

@@ -1,6 +1,6 @@
 """The tables of the task file, except those defined where they are used.
 
-The others are `[training]`, `[rollout]`, `[privacy.perturbation]` and those of the algorithms. `aggregator init` writes
+The others are `[limits]`, `[privacy]`, `[training]`, `[rollout]` and those of the algorithms. `aggregator init` writes
 the first sentence below a setting as its comment, and for a setting without a default its example.
 """
 
@@ -8,7 +8,6 @@ import ast
 import contextlib
 import inspect
 import keyword
-import math
 import re
 import textwrap
 from collections.abc import Iterator
@@ -21,11 +20,14 @@ from msgspec import Meta
 
 from aggregator.algorithms.algorithm import Algorithm, RoundAlgorithm, Training
 from aggregator.algorithms.registry import ALGORITHMS, distributions, find_algorithm
-from aggregator.coordination.bounds import CLIP_MULTIPLE, MAX_MULTIPLE, MEDIAN_DEVICES
+from aggregator.config.limits import Limits
+from aggregator.config.privacy import PrivacySettings
+from aggregator.coordination.bounds import CLIP_MULTIPLE, MAX_MULTIPLE
+from aggregator.coordination.minimums import MEDIAN_DEVICES
 from aggregator.coordination.rollout_state import Settings as RolloutSettings
 from aggregator.coordination.round_state import Settings as RoundSettings
 from protocol.errors import ConfigError
-from protocol.wire.messages import MAX_CLASSES, MAX_SUMMED, ClassName, Name, Natural, Perturbation
+from protocol.wire.messages import MAX_CLASSES, ClassName, Name, Natural
 
 
 class Client(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,90 +80,6 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True):
     """Rounds that a submission may be behind and still count. With 0, only submissions for the open round count."""
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """`[limits]`: how much work devices may cause, and how many of their heads are kept."""
-
-    heads_per_hour: Annotated[int, Meta(ge=1, le=3600)] = 12
-    """Trainings, however often devices upload. As many at once after a pause.
-
-    Submissions that arrive meanwhile are in the next head. A revocation starts a training at any time.
-    """
-    downloads_per_hour: Annotated[int, Meta(ge=1, le=3600)] = 4
-    """Downloads of each blob by a device. As many at once after a pause.
-
-    A blob is a backbone, a graph or a head. One below 256 KiB counts as one of 256 KiB.
-    """
-    kept_heads: Annotated[int, Meta(ge=10, le=1_000_000)] = 200
-    """Newest heads in `status`. Older ones are deleted, except those in use and those that a rollback can return to."""
-    max_devices: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(examples=[1000])] = None
-    """Quota of the whole fleet: devices with a valid key."""
-    max_storage_mb: Annotated[Annotated[float, Meta(gt=0, le=1e9)] | None, Meta(examples=[4096])] = None
-    """Quota: MiB of all submissions."""
-    uploads_per_hour: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(examples=[6000])] = None
-    """Quota: accepted submissions of all devices."""
-    device_submissions_per_hour: Annotated[int, Meta(ge=1)] = 1000
-    """Accepted submissions of one device; at most half of `uploads_per_hour`."""
-    device_evaluations_per_hour: Annotated[int, Meta(ge=1)] = 1000
-    """Accepted evaluations of one device."""
-    device_mb_per_hour: Annotated[float, Meta(gt=0, le=1e9)] = 4096.0
-    """MiB of accepted uploads of one device; the upload that exceeds it is the last one."""
-
-    @property
-    def max_storage_bytes(self) -> int | None:
-        return None if self.max_storage_mb is None else int(self.max_storage_mb * 1024**2)
-
-    @property
-    def submissions_of_device(self) -> int:
-        """Submissions of one device in an hour: never all of the fleet's, unless that is one."""
-        hourly = self.uploads_per_hour
-        most = self.device_submissions_per_hour
-        return most if hourly is None else min(most, max(1, hourly // 2))
-
-    @property
-    def device_bytes_per_hour(self) -> int:
-        return int(self.device_mb_per_hour * 1024**2)
-
-
-class PrivacyBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """`[privacy.dp]`: differential privacy of everything that a device uploads, with `algorithm = "statistics"`."""
-
-    epsilon: Annotated[float, Meta(gt=0, le=20, examples=[4.0])]
-    """Privacy loss of one submission."""
-    delta: Annotated[float, Meta(gt=0, le=1e-3)] = 1e-5
-    """The delta of the privacy loss."""
-    map: Annotated[str, Meta(examples=["public.map"])]
-    """Path of a file written by `protofleet public-map`, relative to the task file's folder."""
-    max_epsilon: Annotated[float, Meta(gt=0, le=40, examples=[12.0])]
-    """Privacy loss of all submissions of a device together. Submissions to earlier tasks count."""
-
-
-class SumsSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """`[privacy.sums]`: a second operator, so that no single party sees the sums of one device. With `[privacy.dp]`."""
-
-    operator: Annotated[str, Meta(examples=["operator.toml"])]
-    """Path of the file that `protofleet-sums init` has written, relative to the task file's folder."""
-    min_devices: Annotated[int, Meta(ge=2, le=MAX_SUMMED, examples=[10])]
-    """Devices in a sum, at least."""
-    tolerance: Annotated[float, Meta(ge=0, lt=1)] = 0.34
-    """Share of these that may keep their noise, or lie, without harm to the privacy of the others."""
-
-    @property
-    def honest(self) -> int:
-        """Devices whose noise counts."""
-        return max(1, math.floor(self.min_devices * (1 - self.tolerance)))
-
-
-class PrivacySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Noise that devices add before they upload, or none. docs/privacy.md compares the tables."""
-
-    perturbation: Perturbation | None = None
-    """As in FedTC; it gives no guarantee."""
-    dp: PrivacyBudget | None = None
-    """Differential privacy."""
-    sums: SumsSettings | None = None
-    """A second operator opens sums of devices, so that noise is spent once for the fleet."""
-
-
 class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A task file without the tables of the algorithms."""
 
@@ -209,6 +127,11 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
     def learning(self) -> RoundAlgorithm | None:
         """The settings of an algorithm of rounds; None for a one-shot algorithm."""
         return method if isinstance(method := self.method, RoundAlgorithm) else None
+
+    @property
+    def is_personal(self) -> bool:
+        """True if each device has a head of its own."""
+        return self.learning is not None and bool(self.learning.persistent)
 
     @property
     def settings(self) -> RoundSettings:

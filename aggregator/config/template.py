@@ -10,7 +10,8 @@ from msgspec import structs
 
 from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.registry import find_algorithm
-from aggregator.config.schema import PrivacySettings, TaskFile, described, task_type
+from aggregator.config.privacy import PrivacySettings
+from aggregator.config.schema import TaskFile, described, task_type
 from aggregator.config.task_file import struct_in, unused_settings
 
 _WRITTEN = {"fleet", "classes", "backbones", "layers", "algorithm", "quorum", "deadline_s"}

@@ -12,8 +12,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-MEDIAN_DEVICES = 3
-"""Devices that a median needs to outweigh one of them: fewer are not limited by it."""
+from aggregator.coordination.minimums import MEDIAN_DEVICES
 
 COMPARED_DEVICES = 5
 """Devices, in a fleet or of a class, from which one is judged by the others: its share is limited, outliers are found,
@@ -29,11 +28,6 @@ less, honest fleets lose more: their devices differ (ADR 0028).
 EQUAL_MULTIPLE = 1.0
 """The same where no other limit follows: the means of `hierarchical`, from which all devices' heads are made directly,
 and changes of parameters, whose length and images multiply."""
-
-CANARY_MULTIPLE = 10.0
-"""Times the median canary's held-out images that a canary counts at most: the best and the worst device are omitted
-beforehand, and a device that gains by it decides one head, not what is learned. Fewer images would make the comparison
-less certain."""
 
 CLIP_MULTIPLE = 3.0
 """Times the median device's length, or distance from the others, of a prototype in a round, unless the task file has

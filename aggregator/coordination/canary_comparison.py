@@ -8,6 +8,14 @@ median device (`bounds`).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median_low
+
+from aggregator.coordination.minimums import MEDIAN_DEVICES
+
+CANARY_MULTIPLE = 10.0
+"""Times the median canary's held-out images that a canary counts at most: the best and the worst device are omitted
+beforehand, and a device that gains by it decides one head, not what is learned. Fewer images would make the comparison
+less certain."""
 
 _ROUNDING = 1e-9
 
@@ -54,18 +62,13 @@ def compare(results: Sequence[CanaryResult], tolerated_fraction: float) -> Compa
 
     Law: the order of the results does not matter.
     """
-    import numpy as np  # which programs that only show a comparison do without
-
-    from aggregator.coordination.bounds import CANARY_MULTIPLE, limiting_factors, median_limits
-
     compared = sorted(
         (each for each in results if each.previous_correct is not None and each.images),
         key=lambda each: (each.gain, each.images),
     )
     omitted = tolerated(len(compared), tolerated_fraction)
-    images = np.array([each.images for each in compared], np.float64)
-    weights = limiting_factors(images, median_limits(images, CANARY_MULTIPLE)).tolist()
-    weighted = list(zip(weights, compared, strict=True))[omitted : len(compared) - omitted]
+    limit = _limit([each.images for each in compared])
+    weighted = [(min(1.0, limit / each.images), each) for each in compared][omitted : len(compared) - omitted]
     return Comparison(
         images=sum(weight * each.images for weight, each in weighted),
         correct=sum(weight * each.correct for weight, each in weighted),
@@ -73,6 +76,11 @@ def compare(results: Sequence[CanaryResult], tolerated_fraction: float) -> Compa
         counted=len(weighted),
         devices=len(compared),
     )
+
+
+def _limit(images: Sequence[int]) -> float:
+    """Return how many images of a device count at most, as `bounds.median_limits` does."""
+    return CANARY_MULTIPLE * median_low(images) if len(images) >= MEDIAN_DEVICES else math.inf
 
 
 def is_accepted(results: Sequence[CanaryResult], tolerated_fraction: float, margin: float) -> bool:

@@ -11,15 +11,13 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from aggregator.coordination.bounds import device_factors
+from aggregator.coordination.minimums import CALIBRATION_IMAGES
 from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import CalibrationJob
 from protocol.errors import BlobLost
 from protocol.wire.messages import CONFIDENCE_BINS, Evaluation
-
-MIN_IMAGES = 50
-"""Held-out images in the fleet from which a head is calibrated."""
 
 POLL_S = 1.0
 """Seconds between queries for evaluations."""
@@ -60,7 +58,7 @@ class Calibration:
         correct, images, novelty = pooled(
             (evaluations[each] for each in members & evaluations.keys()), multiple
         )
-        if images.sum() < MIN_IMAGES:
+        if images.sum() < CALIBRATION_IMAGES:
             self.postpone()
             return None
         return CalibrationJob(

@@ -6,7 +6,7 @@ is repeated whatever the rate.
 
 import logging
 
-from aggregator.config.schema import Limits
+from aggregator.config.limits import Limits
 from aggregator.storage.store import Store
 from protocol.log import event
 

@@ -3,7 +3,7 @@
 They are counted in the database, in the transaction that accepts what counts: a restart forgets none.
 """
 
-from aggregator.config.schema import Limits
+from aggregator.config.limits import Limits
 from aggregator.intake.validation import Refused
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord

@@ -8,7 +8,7 @@ from typing import Any
 
 from protocol.cli import require_packages
 from protocol.errors import ConfigError, ThreadFailed
-from protocol.mqtt.reconnecting_session import BrokerAddress
+from protocol.mqtt.tls import BrokerAddress
 from protocol.threads import start_thread
 
 log = logging.getLogger(__name__)

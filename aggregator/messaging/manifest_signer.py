@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aggregator.security.identity import identity_folder, locked_identity
-from aggregator.security.key_rotation import certificate_chain, key_certificates
+from aggregator.security.key_rotation import certificate_chain, key_certificates, root_of
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ManifestNumbers, SigningKey
 from protocol.errors import BadSignature, MalformedMessage
@@ -62,17 +62,17 @@ class ManifestSigner:
         self._is_unkept = False
         certificates = key_certificates(store.folder, public_key(key))
         self._certificates = certificate_chain(certificates)
-        found, before = SigningKey(self._public), store.facts.get(SigningKey)
+        found, before = SigningKey(self._public, root_of(certificates).hex()), store.facts.get(SigningKey)
         # `rotate-key` may have been killed between the key and the database; devices follow the certificates.
-        replaced = {key.hex() for each in certificates for key in (each.signer, each.key)}
-        if before is not None and before != found and before.public not in replaced:
+        replaced = {self._public, *(key.hex() for each in certificates for key in (each.signer, each.key))}
+        if before is not None and before.public not in replaced:
             event(
                 log,
                 logging.WARNING,
                 "identity/signing.key is not the key that devices trust: restore it from a backup, or start every "
                 "device once with --aggregator-key, and enroll again those that were enrolled",
                 trusted=before.public,
-                found=found.public,
+                found=self._public,
             )
         store.facts.put(found)
 

@@ -113,7 +113,7 @@ def rotate_key(store: Store, *, fleet: str, issued: Path | None = None) -> bytes
             # The certificates first: until the key is replaced, they are not published.
             write_atomically(folder / _CERTIFICATES, msgspec.json.encode([*before, *added]), mode=0o600)
             write_private(folder / "signing.key", pem_of(new))
-        store.facts.put(SigningKey(added[0].key.hex()))
+        store.facts.put(SigningKey(added[0].key.hex(), root.hex()))
     return added[0].key
 
 

@@ -306,6 +306,7 @@ def _next_epoch(task: Task, store: Store) -> int:
         privacy=file.privacy,
         second_operator=task.manifest.second_operator,
         counts_images=task.manifest.accepts_blocks,
+        is_personal=file.is_personal,
     )
     with store.transaction():
         if task.manifest.continues and (before is None or before.digest != task.digest):

@@ -78,7 +78,10 @@ def run(settings: ServeSettings, pipe: Connection) -> None:
     from aggregator.config.training_packages import require_packages_of
     from aggregator.server.aggregator import prepare, serve
     from aggregator.storage.open_store import open_store
+    from protocol.mqtt.tls import warnings
 
+    for warning in warnings(settings.access, settings.brokers):
+        log.warning("%s", warning)
     task_file, backbones = load_task(settings.task)
     require_packages_of(task_file)
     for note in class_name_notes(task_file.classes):

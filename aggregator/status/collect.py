@@ -8,7 +8,6 @@ from msgspec.structs import replace
 from aggregator.coordination import canary_rollout, round_state
 from aggregator.coordination.collection import closes_at_s, wanted_devices
 from aggregator.intake import intake_status
-from aggregator.security.key_rotation import key_certificates, root_of
 from aggregator.status import model
 from aggregator.status.attention import attention_of
 from aggregator.status.devices import devices_of
@@ -36,13 +35,14 @@ def _status(rows: Rows) -> model.Status:
     store, served = rows.store, rows.served
     settings, task = served.settings, served.digest
     devices, heads, files = tuple(devices_of(rows)), heads_of(rows), _current_files(rows)
+    key = store.facts.get(SigningKey) or SigningKey("")
     return model.Status(
         attention=(),
         running=rows.is_running,
         leader=store.database.leader(),
         intake=intake_status.read(store.folder, is_running=rows.is_running),
-        aggregator_key=_key(store),
-        root_key=_root_key(store),
+        aggregator_key=key.public,
+        root_key=key.root,
         duplicate=store.facts.get(Duplicate),
         enrollment=_enrollment(rows),
         fleet=served.fleet,
@@ -78,16 +78,6 @@ def _status(rows: Rows) -> model.Status:
         head_path=files.get("head.onnx"),
         model_path=files.get("model.onnx"),
     )
-
-
-def _key(store: Store) -> str:
-    key = store.facts.get(SigningKey)
-    return key.public if key is not None else ""
-
-
-def _root_key(store: Store) -> str:
-    key = bytes.fromhex(_key(store))
-    return root_of(key_certificates(store.folder, key)).hex() if key else ""
 
 
 def _enrollment(rows: Rows) -> model.Enrollment:

@@ -147,7 +147,7 @@ def devices_of(rows: Rows) -> Iterator[Device]:
             epsilon=epsilons.get(device),
             **accuracy_of(evaluations, totals_of(evaluations)),
             balanced=balanced_accuracy(evaluation.correct, evaluation.incorrect, rows.covered)
-            if evaluation and rows.is_personal
+            if evaluation and rows.served.is_personal
             else None,
         )
 

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, Meta
 
 from aggregator.coordination import rollout_state
-from aggregator.heads.calibration import MIN_IMAGES
+from aggregator.coordination.minimums import CALIBRATION_IMAGES
 from aggregator.status.rows import Rows
 from aggregator.storage.devices import UnixSeconds
 from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
@@ -205,7 +205,7 @@ def _balanced(
 
     Of the fleet's model, classes without any held-out images do not count.
     """
-    if rows.is_personal:
+    if rows.served.is_personal:
         every = (balanced_accuracy(one.correct, one.incorrect, rows.covered) for one in evaluations)
         found = [each for each in every if each is not None]
         return fmean(found) if found else None
@@ -240,7 +240,7 @@ def _missing(evaluations: Iterable[Evaluation], totals: Iterable[tuple[int, int]
     """Return how many held-out images a head with novelty lacks for its threshold."""
     if CALIBRATED_FROM in head.metrics or all(one.novelty_images is UNSET for one in evaluations):
         return 0
-    return max(0, MIN_IMAGES - sum(correct + incorrect for correct, incorrect in totals))
+    return max(0, CALIBRATION_IMAGES - sum(correct + incorrect for correct, incorrect in totals))
 
 
 def _confused(

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from aggregator.coordination.canary_comparison import canaries
+from aggregator.coordination.minimums import FEW_IMAGES, FEW_PROTOTYPES
 from aggregator.status.attention import names
 from aggregator.status.devices import Device
 from aggregator.status.figures import lines_of
@@ -16,7 +17,6 @@ from aggregator.status.forecast import Forecast
 from aggregator.status.heads import Confusion, Head
 from aggregator.status.model import Candidate, Enrollment, Round, Status
 from aggregator.storage.heads import ADAPTER_MISSING, CALIBRATED_FROM, NO_PYTORCH
-from aggregator.training.jobs import FEW_IMAGES, FEW_PROTOTYPES
 from protocol.cli import counted, plain
 
 SHOWN_HEADS = 5

@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from aggregator.algorithms.algorithm import RoundAlgorithm
-from aggregator.algorithms.registry import find_algorithm
 from aggregator.coordination import rollout_state
 from aggregator.coordination.collection import Collection
 from aggregator.coordination.round_state import DeviceDecisions
@@ -14,7 +12,6 @@ from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask
 from aggregator.storage.submissions import SubmissionRecord
-from protocol.errors import ConfigError
 from protocol.wire.messages import Evaluation
 
 
@@ -45,8 +42,6 @@ class Rows:
     """Of the current head, of the candidate and of those that devices use: by version, then by device."""
     covered: frozenset[int]
     """Classes that have prototypes."""
-    is_personal: bool
-    """Each device has a head of its own."""
 
     def evaluations_of(self, version: int) -> Mapping[str, Evaluation]:
         """Return the evaluations of a head, which are read again if the head is in no use."""
@@ -84,14 +79,4 @@ def read_rows(store: Store) -> Rows:
             if head.version in in_use
         },
         covered=frozenset(label for record in submissions.values() for label in record.per_class),
-        is_personal=_is_personal(served.algorithm),
     )
-
-
-def _is_personal(algorithm: str) -> bool:
-    """Return False, too, if the algorithm is no longer installed."""
-    try:
-        kind = find_algorithm(algorithm)
-    except ConfigError:
-        return False
-    return issubclass(kind, RoundAlgorithm) and bool(kind.persistent)

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from aggregator.config.schema import Limits, PrivacySettings
+from aggregator.config.limits import Limits
+from aggregator.config.privacy import PrivacySettings
 from aggregator.coordination import rollout_state, round_state
 from protocol.wire.messages import BlobRef, SecondOperator
 
@@ -25,6 +26,8 @@ class ServedTask(msgspec.Struct, frozen=True):
     second_operator: SecondOperator | None = None
     counts_images: bool = False
     """Numbers of prototypes count the images in them, since devices may upload principal prototypes."""
+    is_personal: bool = False
+    """Each device has a head of its own."""
 
 
 class TaskPreparation(msgspec.Struct, frozen=True):
@@ -46,6 +49,8 @@ class SigningKey(msgspec.Struct, frozen=True):
     """The public key that devices know the aggregator by, in hex."""
 
     public: str
+    root: str = ""
+    """The root key that its newest certificate names, in hex; empty if the fleet has none."""
 
 
 class ManifestNumbers(msgspec.Struct, frozen=True):

@@ -7,7 +7,8 @@ from msgspec import UNSET
 
 from aggregator.algorithms.algorithm import OneShot, RoundAlgorithm
 from aggregator.algorithms.registry import find_algorithm
-from aggregator.config.schema import PrivacyBudget, TaskFile
+from aggregator.config.privacy import PrivacyBudget
+from aggregator.config.schema import TaskFile
 from aggregator.storage.heads import HeadRecord
 from protocol.errors import ConfigError
 from protocol.statistics.gaussian_privacy import noise_multiplier

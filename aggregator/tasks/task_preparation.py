@@ -16,7 +16,8 @@ from aggregator.algorithms.algorithm import OneShot
 from aggregator.algorithms.registry import find_algorithm
 from aggregator.algorithms.statistics.feature_map import FeatureMap, selected
 from aggregator.algorithms.tensors import pack_tensors
-from aggregator.config.schema import SumsSettings, TaskFile
+from aggregator.config.privacy import SumsSettings
+from aggregator.config.schema import TaskFile
 from aggregator.intake.validation import Expectation
 from aggregator.storage.store import Store
 from aggregator.tasks.graph_cache import cached_graphs

@@ -16,12 +16,11 @@ from aggregator.algorithms.fedtc.head import Dense, require_layers
 from aggregator.algorithms.novelty import ClassDirections, directions_of
 from aggregator.algorithms.statistics.feature_map import FeatureMap, selected
 from aggregator.algorithms.statistics.noisy_ridge import Shortening
+from aggregator.coordination.minimums import FEW_IMAGES, FEW_PROTOTYPES
 from aggregator.graphs.head_export import head_to_onnx, max_difference
 from aggregator.intake.validation import Expectation, Prototypes, check_submission
 from aggregator.storage.heads import ADAPTER_MISSING
 from aggregator.training.jobs import (
-    FEW_IMAGES,
-    FEW_PROTOTYPES,
     CollectionJob,
     HeadJob,
     Result,

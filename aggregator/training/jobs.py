@@ -285,12 +285,6 @@ def in_rounds(algorithm: str, settings: Mapping[str, Any]) -> RoundAlgorithm:
     return method
 
 
-FEW_PROTOTYPES = 5
-"""A class with fewer rests on too few images for a reliable head."""
-
-FEW_IMAGES = 25
-"""As FEW_PROTOTYPES, of images in prototypes."""
-
 JOB_FILE, RESULT_FILE = "job.json", "result.json"
 
 HEAD_FILE = "head.onnx"

@@ -8,7 +8,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from aggregator.algorithms.fpl import FPL
-from aggregator.config.schema import Limits, Rounds
+from aggregator.config.limits import Limits
+from aggregator.config.schema import Rounds
 from aggregator.coordination.rollout_state import State, Trial
 from aggregator.intake import intake_status
 from aggregator.intake.intake_status import IntakeStatus

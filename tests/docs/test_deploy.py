@@ -19,15 +19,9 @@ from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.algorithms.statistics.feature_map import Statistics
-from aggregator.config.schema import (
-    Client,
-    Limits,
-    PrivacyBudget,
-    Robust,
-    Rounds,
-    SumsSettings,
-    TaskFile,
-)
+from aggregator.config.limits import Limits
+from aggregator.config.privacy import PrivacyBudget, SumsSettings
+from aggregator.config.schema import Client, Robust, Rounds, TaskFile
 from aggregator.config.task_file import load_task
 from aggregator.coordination.rollout_state import Settings
 from aggregator.security.mosquitto_config import CONFIGURATION, access_list, own_configuration

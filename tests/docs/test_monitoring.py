@@ -13,7 +13,7 @@ import yaml
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
-from aggregator.config.schema import Limits
+from aggregator.config.limits import Limits
 from aggregator.http.metrics import metrics_text
 from aggregator.http.snapshots import read_snapshot
 from protocol.wire.messages import Reason

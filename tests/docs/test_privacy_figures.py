@@ -6,7 +6,7 @@ from statistics import NormalDist
 
 import pytest
 
-from aggregator.config.schema import SumsSettings
+from aggregator.config.privacy import SumsSettings
 from protocol.statistics.gaussian_privacy import noise_multiplier
 from protocol.statistics.noisy_sums import UNITS, deviations, epsilon_of_sums, share_of_noise
 from tests.unit.protocol.statistics.test_gaussian_privacy import closed_form

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from aggregator.coordination.bounds import COMPARED_DEVICES, MEDIAN_DEVICES
+from aggregator.coordination.bounds import COMPARED_DEVICES
+from aggregator.coordination.minimums import MEDIAN_DEVICES
 from aggregator.training.robust.outlier_statistics import (
     DeviceSummary,
     Floats,

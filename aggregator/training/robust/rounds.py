@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from aggregator.algorithms.algorithm import Contribution, by_device
 from aggregator.coordination.bounds import (
     EQUAL_MULTIPLE,
-    MEDIAN_DEVICES,
     limiting_factors,
     median_limits,
 )
+from aggregator.coordination.minimums import MEDIAN_DEVICES
 from aggregator.intake.validation import Prototypes
 
 Floats = NDArray[np.float32]

@@ -18,12 +18,12 @@ from aggregator.config.schema import Robust
 from aggregator.coordination.bounds import (
     MAX_MULTIPLE,
     MEAN_DISTANCE,
-    MEDIAN_DEVICES,
     SUM_DISTANCE,
     device_factors,
     is_common,
     limiting_factors,
 )
+from aggregator.coordination.minimums import MEDIAN_DEVICES
 from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.outlier_detection import (
     COHORT,

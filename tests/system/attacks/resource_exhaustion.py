@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET
 
-from aggregator.config.schema import Limits
+from aggregator.config.limits import Limits
 from aggregator.messaging.blob_sender import SMALLEST_DOWNLOAD_BYTES
 from protocol.wire.arrays import to_array, to_tensor, to_unsigned
 from protocol.wire.codec import decode, digest_of, encode

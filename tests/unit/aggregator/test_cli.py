@@ -110,6 +110,16 @@ def test_error_is_one_line_and_creates_nothing(
     assert "--task" in arguments or not (tmp_path / "state").exists()
 
 
+def test_a_password_without_encryption_is_logged(tmp_path: Path) -> None:
+    """By `serve`, also if it cannot start."""
+    (tmp_path / "password").write_text("secret\n")
+    login = ("--username", "a", "--password-file", str(tmp_path / "password"), "--broker", "home.example")
+    where = ("--task", str(tmp_path / "none.toml"), "--state", str(tmp_path / "state"), "--http", "off")
+    done = run_aggregator("run", *login, *where, program=PROGRAM)
+    assert done.returncode == 1
+    assert "is sent to home.example:1883 without encryption" in done.stderr
+
+
 def test_closing_a_fleet_step_by_step(tmp_path: Path) -> None:
     """Each command prints the next step; the task file is needed once, and closing is printed once."""
     write_task(tmp_path)

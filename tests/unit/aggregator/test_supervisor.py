@@ -122,19 +122,6 @@ def supervised(folder: Path, *programs: str) -> Iterator[Supervised]:
         running.process.wait()
 
 
-def test_the_supervisor_is_small() -> None:
-    """It imports nothing large of the programs whose settings it sends: it runs beside them."""
-    code = """import sys
-from aggregator.cli import programs
-from aggregator.http import process, settings
-from aggregator.messaging import broker_program
-from aggregator.server import program
-from aggregator import supervisor
-print(*{"asyncio", "cryptography", "numpy", "sqlite3"} & set(sys.modules))"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "\n"
-
-
 def test_the_delay_grows_and_falls_again() -> None:
     """A run that has lasted begins it anew."""
     delay = RestartDelay()

@@ -7,7 +7,8 @@ import pytest
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.statistics.feature_map import Statistics
-from aggregator.config.schema import Client, PrivacyBudget, PrivacySettings, Rounds
+from aggregator.config.privacy import PrivacyBudget, PrivacySettings
+from aggregator.config.schema import Client, Rounds
 from aggregator.config.task_file import class_name_notes, load_task
 from aggregator.coordination.round_state import Settings
 from protocol.errors import ConfigError

@@ -12,13 +12,13 @@ from aggregator.coordination.bounds import (
     COMPARED_DEVICES,
     FLEET_SHARE,
     MAX_MULTIPLE,
-    MEDIAN_DEVICES,
     class_share,
     counted_images,
     counted_scatter,
     counted_totals,
     median_limits,
 )
+from aggregator.coordination.minimums import MEDIAN_DEVICES
 
 FLEETS = hnp.arrays(
     np.int64,

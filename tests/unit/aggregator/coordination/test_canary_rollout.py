@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 import pytest
 
-from aggregator.coordination.canary_comparison import CanaryResult, compare
+from aggregator.coordination.bounds import median_limits
+from aggregator.coordination.canary_comparison import CANARY_MULTIPLE, CanaryResult, compare
 from aggregator.coordination.canary_rollout import summary_of
 from aggregator.coordination.rollout_state import (
     Action,
@@ -261,6 +263,14 @@ def test_all_images_of_two_canaries_count() -> None:
     """As everywhere, two devices have no median that outweighs one of them."""
     few, many = CanaryResult(9, 10, 9), CanaryResult(900, 1000, 880)
     assert (compare([few, many], 0.2).correct, compare([few, many], 0.2).images) == (909, 1010)
+
+
+def test_images_of_canaries_are_limited_as_those_of_submissions() -> None:
+    """Of three and more, by the rule of `bounds`."""
+    for images in ([7, 90, 4000], [900, 8, 8, 9], [1, 5, 60, 60, 900], [30, 2]):
+        limits = median_limits(np.array(images), CANARY_MULTIPLE)
+        compared = compare([CanaryResult(0, each, 0) for each in images], 0.0)
+        assert compared.images == pytest.approx(np.minimum(images, limits).sum())
 
 
 def test_few_devices_online_do_not_decide_for_many() -> None:

@@ -16,14 +16,16 @@ from msgspec import structs
 from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.cli import cli
-from aggregator.config.schema import Limits, Robust
+from aggregator.config.limits import Limits
+from aggregator.config.schema import Robust
 from aggregator.coordination.bounds import FLEET_SHARE
+from aggregator.coordination.minimums import CALIBRATION_IMAGES
 from aggregator.coordination.rollout_state import Settings
 from aggregator.coordination.round_state import Entry
 from aggregator.graphs.calibrated_head import UNCALIBRATED, logits_and_probabilities
 from aggregator.graphs.head_export import head_to_onnx
 from aggregator.heads import rollout
-from aggregator.heads.calibration import MIN_IMAGES, RETRY_S, pooled
+from aggregator.heads.calibration import RETRY_S, pooled
 from aggregator.heads.head_rate import limited_until_s
 from aggregator.heads.next_head import folder_of, store_head
 from aggregator.heads.operator_commands import forget, make_current
@@ -254,7 +256,7 @@ def test_deadline_is_that_of_the_first_head_that_waits(world: World) -> None:
 
 def test_too_few_images_are_counted_again_later(world: World) -> None:
     """Evaluations without counts, as those of earlier devices, have none."""
-    few = (MIN_IMAGES - 1) // len(DEVICES)
+    few = (CALIBRATION_IMAGES - 1) // len(DEVICES)
     for evaluations in (_all(few, few), dict.fromkeys(DEVICES, evaluation(task=TASK))):
         world.report(evaluations, after_s=RETRY_S)
     world.report(_all())

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from aggregator.config.schema import Limits
+from aggregator.config.limits import Limits
 from aggregator.config.task_file import load_task
 from aggregator.coordination.round_state import DeviceDecisions, Entry, Settings
 from aggregator.heads import rollout

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from aggregator.config.schema import Limits
+from aggregator.config.limits import Limits
 from aggregator.config.task_file import load_task
 from aggregator.coordination.rollout_state import Settings, State
 from aggregator.heads import current_files, rollout

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aggregator.config.schema import Limits
+from aggregator.config.limits import Limits
 from aggregator.coordination.round_state import Entry
 from aggregator.intake.quotas import Quotas
 from aggregator.intake.validation import Refused

@@ -189,9 +189,9 @@ def test_a_rotation_killed_before_the_database_is_finished(
 ) -> None:  # fmt: skip
     """The next start stores the key that devices can follow, without a warning; the same command succeeds."""
     device = seen_by(ManifestTrust(), store)
-    issued = tmp_path / "new" if has_root else None
+    issued, root = tmp_path / "new" if has_root else None, ""
     if issued is not None:
-        issue_key(tmp_path / "root.key", fleet="barn", out=issued)
+        root = issue_key(tmp_path / "root.key", fleet="barn", out=issued).hex()
     with (
         patch.object(key_rotation, "SigningKey", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
@@ -203,10 +203,10 @@ def test_a_rotation_killed_before_the_database_is_finished(
         assert (public == public_key(key)) is has_root
         assert len(key_certificates(store.folder, public)) == 2
         key = identity_of(store.folder)
-        assert store.facts.get(SigningKey) == SigningKey(public_key(key).hex())
+        assert store.facts.get(SigningKey) == SigningKey(public_key(key).hex(), root)
     device = seen_by(device, store)
     assert device.key == public_key(key)
-    assert store.facts.get(SigningKey) == SigningKey(public_key(key).hex())
+    assert store.facts.get(SigningKey) == SigningKey(public_key(key).hex(), root)
     assert not caplog.messages
 
 

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from aggregator.algorithms.fpl import FPL
-from aggregator.config.schema import Limits, Rounds
+from aggregator.config.limits import Limits
+from aggregator.config.schema import Rounds
 from aggregator.coordination.round_state import Entry
 from aggregator.intake.uploads import Uploads
 from aggregator.security.enrollment import enroll, revoke

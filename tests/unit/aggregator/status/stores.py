@@ -8,7 +8,8 @@ import msgspec
 from msgspec.structs import replace
 from rich.console import Console
 
-from aggregator.config.schema import PrivacyBudget, PrivacySettings, SumsSettings, TaskFile
+from aggregator.config.privacy import PrivacyBudget, PrivacySettings, SumsSettings
+from aggregator.config.schema import TaskFile
 from aggregator.coordination.round_state import Entry
 from aggregator.status import model
 from aggregator.status.collect import collect_status
@@ -52,7 +53,8 @@ def started_store(folder: Path, task: TaskFile = TASK_FILE) -> Store:
     store = open_store(folder, lock=True)
     store.clock = FakeClock(1e6)
     served = (TASK, 1, task.fleet, task.algorithm, task.classes)
-    store.facts.put(ServedTask(*served, settings=task.settings, rollout=task.rollout, limits=task.limits))
+    put = ServedTask(*served, task.settings, task.rollout, task.limits, is_personal=task.is_personal)
+    store.facts.put(put)
     return store
 
 

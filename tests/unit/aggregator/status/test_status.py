@@ -12,7 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from aggregator.algorithms.fpl import FPL
-from aggregator.config.schema import Limits, Rounds
+from aggregator.config.limits import Limits
+from aggregator.config.schema import Rounds
 from aggregator.config.training_packages import INSTALL
 from aggregator.coordination.rollout_state import State, Trial
 from aggregator.http.metrics import metrics_text

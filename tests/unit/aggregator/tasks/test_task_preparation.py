@@ -19,7 +19,8 @@ from msgspec.structs import replace
 from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.statistics.feature_map import FINE_LEVELS, FeatureMap, selected
-from aggregator.config.schema import Client, PrivacyBudget, PrivacySettings, TaskFile
+from aggregator.config.privacy import PrivacyBudget, PrivacySettings
+from aggregator.config.schema import Client, TaskFile
 from aggregator.config.task_file import load_task
 from aggregator.coordination.rollout_state import State, Trial
 from aggregator.coordination.round_state import Entry
