@@ -63,6 +63,7 @@ FLEET = {
         rounds=3,
     ),
     "size": _first("fleet.size", "Cost of a device in fleets of 100 to 3,000", "5 min", devices=[50, 100]),
+    "memory": _entry("fleet.memory", "Memory of the aggregator at rest", "2 min", rest_s=1.0, repetitions=1),
     "storm": _first("fleet.storm", "All devices return after a crash", "1 min", devices=200),
 }
 ACCURACY = {

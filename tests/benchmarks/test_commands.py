@@ -27,6 +27,11 @@ from tests.support.network.brokers import needs_mosquitto
 SMALL = ("--image-size", "32", "--repetitions", "1")
 
 
+needs_linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="the kernel's record of a process is read as on Linux"
+)
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "figures.json"
@@ -153,6 +158,15 @@ def test_all_devices_are_served_after_each_storm(file: Path) -> None:
     assert (aggregator["attempts"], rest["attempts"] >= 4) == (0, True)
 
 
+@needs_linux
+def test_memory_of_the_programs_at_rest(file: Path) -> None:
+    """Each program is found, and those beside `serve` are smaller than it."""
+    (one,) = run(file, "fleet", "memory", "--rest", "0", "--repetitions", "1")["runs"]["aggregator"]
+    assert one.keys() == {"serve", "http", "embedded broker", "supervisor", "all"}
+    assert one["all"] == sum(size for name, size in one.items() if name != "all")
+    assert one["serve"] == sorted(one.values())[-2]
+
+
 def test_few(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For two and for all classes, balanced and not, for each size that the data has."""
     fill_cache(tmp_path, monkeypatch, {"mnist": features_of_digits(train=800, test=200)})
@@ -215,11 +229,6 @@ def test_databases(file: Path, postgresql: PostgreSQL, monkeypatch: pytest.Monke
     written = run(file, "cost", "databases", "--store", postgresql.url, "--devices", "20")
     assert postgresql.execute("SELECT 1 FROM pg_namespace WHERE nspname LIKE 'fleet%'") == []
     assert len(written["tables"][0]["rows"]) == len(written["runs"]["20"]) == 6
-
-
-needs_linux = pytest.mark.skipif(
-    sys.platform != "linux", reason="the kernel's record of a process is read as on Linux"
-)
 
 
 @needs_linux
