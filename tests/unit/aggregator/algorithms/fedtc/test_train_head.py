@@ -28,9 +28,10 @@ from aggregator.algorithms.fedtc.train_head import (
 from aggregator.algorithms.fedtc.training_set import TrainingSet
 from tests.support.messages.prototype_sets import BLOB_SIZE, Features, Integers, blobs
 
-ADAPTER = replace(RECIPES["default"], closed_form=False, min_steps=60)
+ADAPTER = replace(RECIPES["default"], closed_form=False, min_steps=30)
+PAPER = replace(RECIPES["paper"], epochs=20)
 ALL = pytest.mark.parametrize(
-    "recipe", [RECIPES["default"], RECIPES["paper"], ADAPTER], ids=["default", "paper", "adapter"]
+    "recipe", [RECIPES["default"], PAPER, ADAPTER], ids=["default", "paper", "adapter"]
 )
 LEARNED = pytest.mark.parametrize("recipe", [RECIPES["default"], ADAPTER], ids=["default", "adapter"])
 
@@ -72,16 +73,16 @@ def test_few_prototypes_make_a_useful_head(per_class: tuple[int, int], correct: 
 
 
 @ALL
-@pytest.mark.parametrize("scale", [1e-3, 1e3])
-def test_scale_of_a_backbone_does_not_matter(recipe: Recipe, scale: float) -> None:
+def test_scale_of_a_backbone_does_not_matter(recipe: Recipe) -> None:
     """Values that are a thousand times those of the other backbone would otherwise be all that counts."""
     prototypes, labels, counts = blobs(0, 1, 2, 3)
-    factors = np.repeat(np.array([1, scale], np.float32), BLOB_SIZE // 2)
     widths = (BLOB_SIZE // 2,) * 2
     fresh, _, _ = blobs(0, 1, 2, 3, seed=1)
     expected = logits_from(train(prototypes, labels, counts, widths=widths, recipe=recipe), fresh)
-    scaled = train(prototypes * factors, labels, counts, widths=widths, recipe=recipe)
-    np.testing.assert_allclose(logits_from(scaled, fresh * factors), expected, rtol=0.02, atol=0.05)
+    for scale in (1e-3, 1e3):
+        factors = np.repeat(np.array([1, scale], np.float32), BLOB_SIZE // 2)
+        scaled = train(prototypes * factors, labels, counts, widths=widths, recipe=recipe)
+        np.testing.assert_allclose(logits_from(scaled, fresh * factors), expected, rtol=0.02, atol=0.05)
 
 
 @pytest.mark.parametrize("value", [30, 1e3, 1e30])
@@ -357,7 +358,7 @@ def test_a_small_fleet_gets_enough_steps() -> None:
     assert ADAPTER.min_steps > ADAPTER.epochs
 
 
-@pytest.mark.parametrize("recipe", [RECIPES["paper"], ADAPTER], ids=["paper", "adapter"])
+@pytest.mark.parametrize("recipe", [PAPER, ADAPTER], ids=["paper", "adapter"])
 def test_training_reports_a_falling_loss(recipe: Recipe) -> None:
     reports: list[dict[str, float]] = []
     data = TrainingSet(*blobs(0, 1, 2, 3), 4)
