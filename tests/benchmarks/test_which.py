@@ -28,7 +28,7 @@ def make_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "RECIPES", {"default": linear})
     monkeypatch.setattr(baselines, "ALONE", alone)
     monkeypatch.setattr(algorithms, "Statistics", lambda: Statistics(features=32))
-    monkeypatch.setattr(which, "IN_ROUNDS", (Hierarchical(directions=1),))
+    monkeypatch.setattr(which, "IN_ROUNDS", (Hierarchical(directions=2),))
     monkeypatch.setattr(rounds, "_built", exported)
 
 
@@ -38,7 +38,7 @@ def _which(file: Path, *options: str) -> dict[str, Any]:
 
 def test_which_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every algorithm trains on the same devices; of each, the table has accuracy, bytes and relative time."""
-    fill_digits(tmp_path, monkeypatch, images=140, at_most=2000)
+    fill_digits(tmp_path, monkeypatch, images=140, at_most=2000, classes=4)
     make_cheap(monkeypatch)
     written = _which(tmp_path / "report.json", "--seed", "0")
     runs = {run["algorithm"]: run for run in written["runs"]}

@@ -34,6 +34,7 @@ from research.privacy import directions, measurement, noisy_sums
 from research.privacy.blocks import command as principal_prototypes
 from research.privacy.blocks import membership, row_decoder
 from research.privacy.blocks.uploads import Pool
+from research.rounds import step
 from tests.benchmarks.feature_factory import (
     domain,
     features_of_digits,
@@ -124,10 +125,12 @@ def test_rare_class(five_classes: Path) -> None:
     assert all(each["accuracy"] > runs[0]["accuracy"] - 0.15 for each in runs)
 
 
-def test_poisoned_rounds(five_classes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_poisoned_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the graphs of tests/unit/protofleet/test_simulate.py."""
+    fill_cache(tmp_path, monkeypatch, {NAME: domain(1, classes=4, images=600)})
     monkeypatch.setattr(rounds, "_built", exported)
     arguments = ["--images", "600", "--algorithm", "hierarchical", "--rounds", "1", "--clients", "3"]
-    runs = run(five_classes, "poisoned-rounds", *arguments, "--attack", "none", "--attack", "scale")["runs"]
+    runs = run(tmp_path, "poisoned-rounds", *arguments, "--attack", "none", "--attack", "scale")["runs"]
     assert [(each["attack"], each["method"]) for each in runs] == [
         (attack, method) for attack in ("none", "scale") for method in ("none", "clip")
     ]
@@ -140,9 +143,12 @@ def test_false_alarms(tmp_path: Path) -> None:
 
 
 def test_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("research.rounds.step.FEATURES", 16)
+    """With the graphs of tests/research/test_rounds.py, of one backbone."""
+    monkeypatch.setattr(step, "FEATURES", 12)
+    monkeypatch.setattr(step, "CLASSES", 4)
+    monkeypatch.setattr(step, "build", exported)
     report = run(tmp_path, "step", "--images", "40", "--repetitions", "1", "--no-compile")
-    assert [row[:2] for row in report["tables"][0]["rows"]] == [["1 x 16", "40"], ["3 x 16", "40"]]
+    assert [row[:2] for row in report["tables"][0]["rows"]] == [["1 x 12", "40"], ["3 x 12", "40"]]
 
 
 def test_sum_costs(tmp_path: Path) -> None:
