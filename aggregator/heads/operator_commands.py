@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from aggregator.coordination.canary_rollout import commanded, named_head
 from aggregator.coordination.rollout_state import CommandKind, HeadCommand, RefuseCommand, without_forgotten
-from aggregator.heads.rollout import log_action, with_made_heads
+from aggregator.heads.rollout_steps import log_action, with_made_heads
 from aggregator.storage.devices import REVOKED, ForgottenDevice
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store

@@ -1,23 +1,18 @@
 """Which head the fleet uses: stores what the rollout logic decides, and makes the fleet's head manifest."""
 
-import logging
 import time
-from collections.abc import Mapping
 
 from aggregator.coordination import canary_rollout, rollout_state
 from aggregator.coordination.rollout_state import retained_heads, without_forgotten
 from aggregator.heads.current_files import CurrentFiles
 from aggregator.heads.head_rate import HOUR_S
-from aggregator.notices import HeadActivated, HeadRejected
-from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
+from aggregator.heads.rollout_steps import log_action, with_made_heads
+from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.tasks.manifests import head_ref
 from aggregator.tasks.retention import served_blobs
 from aggregator.tasks.task_preparation import Task
-from protocol.log import event, notify
 from protocol.wire.messages import HeadManifest
-
-log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 """Seconds between two decisions."""
@@ -33,7 +28,7 @@ class Rollout:
         self._poll_s = 0.0
         self._change = -1
         """The number of the change at which nothing was left to decide but by the time."""
-        self._heads: dict[int, HeadRecord] = {}
+        self._heads = dict[int, HeadRecord]()
         """The heads that were made, as they were read last."""
         self.state = rollout_state.State()
         """The rollout, as it was read last."""
@@ -154,38 +149,3 @@ class Rollout:
                 self._store.heads.delete(task, head.version)
         if unused:
             self._read()
-
-
-def with_made_heads(
-    state: rollout_state.State,
-    heads: Mapping[int, HeadRecord],
-    *,
-    now_s: float,
-    settings: rollout_state.Settings,
-) -> rollout_state.Step:
-    """Add the heads to a rollout that were made since the last decision, and return what follows."""
-    actions: tuple[rollout_state.Action, ...] = ()
-    for version, head in sorted(heads.items()):
-        if version > state.newest:
-            calibrates = int(head.metrics.get(CALIBRATED_FROM, 0))
-            added = rollout_state.HeadAdded(version, now_s, calibrates=calibrates)
-            state, done = canary_rollout.step(state, added, settings=settings)
-            state = without_forgotten(state, state.forgotten)
-            actions += done
-    return state, actions
-
-
-def log_action(store: Store, state: rollout_state.State, action: rollout_state.Action) -> None:
-    """Log what follows from a decision, with the rollout after it."""
-    match action:
-        case rollout_state.Activate(version=version, reason=reason):
-            path = store.folder / "head.onnx"
-            event(log, logging.INFO, "head activated", version=version, reason=reason or None, file=path)
-            notify(HeadActivated(version=version, reason=reason))
-        case rollout_state.OfferToCanaries(trial=trial):
-            devices = ",".join(trial.awaited[:10])
-            event(log, logging.INFO, "head offered to canaries", version=trial.version, devices=devices)
-        case rollout_state.Reject(version=version, reason=reason):
-            current = state.current
-            event(log, logging.WARNING, "head rejected", version=version, current=current, reason=reason)
-            notify(HeadRejected(version=version, reason=reason))
