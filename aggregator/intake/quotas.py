@@ -91,7 +91,7 @@ class Quotas:
         return usage
 
     def _stored_bytes(self) -> tuple[int, int]:
-        newest = self._store.submissions.newest_deletion()
+        newest = self._store.submissions.deletions
         if self._stored is None or self._stored[0] != newest:
             self._stored = newest, self._store.submissions.stored_bytes()
         return self._stored

@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from aggregator.intake import intake_status
@@ -115,10 +115,9 @@ class Uploads:
         """Add a frame as `OpenUploads.take` does."""
         return self._open.take(device, frame, now_s=time.monotonic())
 
-    def drop(self, devices: Iterable[str]) -> None:
-        """Delete the unfinished uploads of devices, whose submissions an operator has deleted."""
-        for device in devices:
-            self._open.drop_device(device)
+    def drop(self, device: str) -> None:
+        """Delete the unfinished uploads of a device, whose submissions an operator has deleted."""
+        self._open.drop_device(device)
 
     def tick(self) -> None:
         """Let time pass; raises StateError if the database cannot be relied on."""

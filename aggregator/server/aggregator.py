@@ -210,11 +210,12 @@ class Aggregator:
 
     def _carry_out(self, request: Request) -> None:
         """Carry out an operator's command, and answer it once a training that it ends has ended."""
-        before = self._store.newest_change()
+        deletions = self._store.submissions.deletions
         if (done := request.carry_out(self._store)) is None:
             return
         try:
-            self._uploads.drop(self._store.submissions.deleted(self._task.digest, since=before))
+            if self._store.submissions.deletions != deletions:  # of one device
+                self._uploads.drop(getattr(request.arguments, "device", ""))
             self._update_releases(at_once=True)
             self._tick()
         finally:

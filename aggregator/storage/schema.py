@@ -26,10 +26,6 @@ MIGRATIONS = (
     CREATE INDEX submissions_of_devices ON submissions (device, digest, size_bytes);
     CREATE INDEX submission_changes ON submissions (task, changed);
     CREATE INDEX submission_rounds ON submissions (task, round);
-    CREATE TABLE deletions (
-        task BLOB NOT NULL, device TEXT NOT NULL, number INTEGER NOT NULL, PRIMARY KEY (task, device)
-    ) STRICT;
-    CREATE INDEX deletion_numbers ON deletions (number);
     CREATE TABLE usage (
         device TEXT PRIMARY KEY, since_s REAL NOT NULL, submissions INTEGER NOT NULL, evaluations INTEGER NOT NULL,
         size_bytes INTEGER NOT NULL

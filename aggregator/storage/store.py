@@ -189,7 +189,7 @@ class Store:
                 return True
         with change(self.database):
             self.heads.delete_task(task)
-            self.submissions.note_deletion()
+            self.submissions.deletions += 1
         return False
 
     def newest_change(self) -> int:

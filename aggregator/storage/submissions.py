@@ -1,7 +1,7 @@
 """Accepted submissions, of which the newest per device and task counts."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -62,6 +62,8 @@ class Submissions:
     """The tables `submissions` and `lost_submissions`."""
 
     _database: Tables
+    deletions: int = field(default=0, init=False)
+    """How often this program has deleted submissions: what was counted before holds until it grows."""
 
     def put(self, task: bytes, record: SubmissionRecord) -> None:
         """Store a device's submission in place of its previous one, or of one that was lost."""
@@ -110,27 +112,6 @@ class Submissions:
         after = {stored: size for other, stored, size in rows if other != task} | {digest: size_bytes}
         return int(sum(after.values()) - sum(before.values()))
 
-    def newest_deletion(self) -> int:
-        """Return a number that grows with each deletion."""
-        return int(self._database.read("SELECT coalesce(max(number), 0) FROM deletions")[0][0])
-
-    def forget_deletions(self, *, before: int, most: int) -> None:
-        """Delete the oldest rows of deletions up to a change number, but for the newest, so many at most."""
-        self._database.write(
-            "DELETE FROM deletions WHERE number IN (SELECT number FROM deletions WHERE number <= ? "
-            "AND number < (SELECT max(number) FROM deletions) ORDER BY number LIMIT ?)",
-            *(before, most),
-        )
-
-    def note_deletion(self) -> None:
-        """Let `newest_deletion` grow, after rows of an earlier task were deleted."""
-        with change(self._database) as number:
-            self._database.write(
-                "INSERT INTO deletions VALUES (?, '', ?) ON CONFLICT (task, device) "
-                "DO UPDATE SET number = excluded.number",
-                *(b"", number),
-            )
-
     def all(self, task: bytes) -> dict[str, SubmissionRecord]:
         return self._records("task = ? ORDER BY device", task)
 
@@ -162,15 +143,6 @@ class Submissions:
         )
         return {device: StoredMask(digest, _MASK.decode(mask)) for device, digest, mask in rows}
 
-    def deleted(self, task: bytes, *, since: int) -> frozenset[str]:
-        """Return the devices whose submission was deleted after change number `since`, and is still missing."""
-        rows = self._database.read(
-            "SELECT device FROM deletions WHERE task = ? AND number > ? AND NOT EXISTS "
-            "(SELECT 1 FROM submissions WHERE task = deletions.task AND device = deletions.device)",
-            *(task, since),
-        )
-        return frozenset(device for (device,) in rows)
-
     def digests_among(self, digests: Collection[bytes], *, task: bytes, oldest_round: int) -> set[bytes]:
         """Return those of some digests that are of submissions: to a task, from a round on, or to any other task."""
         marks = ", ".join("?" * len(digests))
@@ -194,12 +166,8 @@ class Submissions:
     def delete(self, device: str, task: bytes | None = None) -> None:
         """Delete a device's submission to a task, or all and those that are lost, in a transaction of the caller."""
         which = device, task or b"", task is None
-        with change(self._database) as number:
-            self._database.write(
-                "INSERT INTO deletions SELECT task, device, ? FROM submissions WHERE device = ? AND (task = ? OR ?) "
-                "ON CONFLICT (task, device) DO UPDATE SET number = excluded.number",
-                *(number, *which),
-            )
+        self.deletions += 1
+        with change(self._database):
             self._database.write("DELETE FROM submissions WHERE device = ? AND (task = ? OR ?)", *which)
             if task is None:
                 self._database.write("DELETE FROM lost_submissions WHERE device = ?", device)

@@ -38,8 +38,6 @@ class Retention:
         self._task, self._store = task, store
         self._due_s = store.clock.now_s() + RETENTION_S  # not while devices connect after a start
         self._deletion = deletion(task, store)
-        self._seen = 0
-        """The number of the last change when a deletion ended; the intake has read all changes until then."""
         for head in store.heads.all_planned():
             _members(head, store)  # are in memory from now on
 
@@ -52,8 +50,6 @@ class Retention:
             return
         self._due_s = now_s + RETENTION_S
         self._deletion = deletion(self._task, self._store)
-        self._store.submissions.forget_deletions(before=self._seen, most=SLICE_ROWS)
-        self._seen = self._store.newest_change()
 
 
 def served_blobs(task: Task, heads: Sequence[HeadRecord], state: rollout_state.State) -> set[bytes]:
