@@ -80,25 +80,12 @@ def job_of(
     )
 
 
-def is_running(store: Store, plan: HeadRecord) -> bool:
-    """Return True if this training of a head counts: no command has ended it."""
-    stored = store.heads.planned(plan.task)
-    if stored is None or stored.state != "training":
-        return False
-    return (stored.version, stored.attempt) == (plan.version, plan.attempt)
-
-
-def store_head(task: Task, store: Store, plan: HeadRecord, job: BlobJob, result: Result) -> HeadRecord | None:
-    """Store the head that a training has made, and update the quarantine; return None if a command has ended it.
-
-    Raises StateError if it cannot be stored.
-    """
+def store_head(task: Task, store: Store, plan: HeadRecord, job: BlobJob, result: Result) -> HeadRecord:
+    """Store the head that a training has made, and update the quarantine; raises StateError if it cannot be stored."""
     head = _made(task, store, plan, job, result)
     members = () if job.is_calibration else store.members(plan)
     total = store.put_file(folder_of(store, job) / TOTAL_FILE) if TOTAL_FILE in job.files else None
     with store.transaction():
-        if not is_running(store, plan):
-            return None
         if total is not None:
             add_to_total(store.facts, task.digest, total.digest)
         before = store.heads.newest(task.digest)

@@ -94,7 +94,7 @@ class Schedule:
             self._store.heads.delete(plan.task, plan.version)
             return
         after = self._failed(plan, KILLED) if plan.state == "training" else plan
-        self._replace(plan, replace(after, retry_s=0.0))
+        self._store.heads.put(replace(after, retry_s=0.0))
         event(log, logging.INFO, "interrupted training resumed", version=plan.version)
 
     def _goes_on(self, plan: HeadRecord) -> bool:
@@ -116,7 +116,7 @@ class Schedule:
         with contextlib.suppress(StateError):  # on a full disk the next start counts the training as failed
             plan = self.plan
             if plan is not None and plan.state == "training":
-                self._replace(plan, replace(plan, state="planned", progress=None))
+                self._store.heads.put(replace(plan, state="planned", progress=None))
 
     @property
     def plan(self) -> HeadRecord | None:
@@ -234,15 +234,10 @@ class Schedule:
         return self._compared[2]
 
     def _plan(self, before: HeadRecord | None) -> HeadRecord | None:
-        """Plan the next head of what counts now, in place of one that has failed.
-
-        Return None if there is nothing, or a command has changed something meanwhile.
-        """
-        task = self._task.digest
-        with self._store.snapshot():
-            change, version = self._store.newest_change(), self.version
-            counting = self._store.submissions_of(task, self._settings).members(version)
-            members = self.sums.members(counting)
+        """Plan the next head of what counts now, in place of one that has failed; return None if there is nothing."""
+        task, change, version = self._task.digest, self._store.newest_change(), self.version
+        counting = self._store.submissions_of(task, self._settings).members(version)
+        members = self.sums.members(counting)
         if not members:
             self._nothing_at = change
             return None
@@ -255,8 +250,6 @@ class Schedule:
             retry_s=0.0,
         )
         with self._store.transaction():
-            if self._store.newest_change() != change:
-                return None
             for device in counting.keys() - members.keys():  # they belong to a later head
                 self._store.submissions.count_again(device)
             self._store.heads.put(plan)
@@ -287,23 +280,17 @@ class Schedule:
             started_s=self._store.clock.now_s(),
             progress=None,
         )
-        if self._begin(plan, training, self._job_of(training, members)) and self._settings.rounds is None:
+        self._begin(training, self._job_of(training, members))
+        if self._settings.rounds is None:
             log_limit(self._store, plan.task, self._task.file.limits)
 
-    def _begin(
-        self, before: HeadRecord | None, training: HeadRecord, job: BlobJob, *, change: int | None = None
-    ) -> bool:
-        """Store that a head is trained and start its job, unless another one than `before` is planned by now.
-
-        With `change`, also unless anything has changed since.
-        """
-        if not self._replace(before, training, change=change):
-            return False
+    def _begin(self, training: HeadRecord, job: BlobJob) -> None:
+        """Store that a head is trained, and start its job."""
+        self._store.heads.put(training)
         try:
             self._trainer.start(job)
         except StateError as error:
             self._finish(job, Finished(None, str(error)))
-        return True
 
     def take_sum(self, payload: bytes) -> None:
         """Take a frame of a reply about sums; the training that waits for it starts at the next tick."""
@@ -316,7 +303,7 @@ class Schedule:
 
         It is no training of `limits.heads_per_hour`, and is not resumed: after a restart, it is due again.
         """
-        head, change = self.newest, self._store.newest_change()
+        head = self.newest
         if head is None or (job := self._calibration.job(head)) is None:
             return
         calibrated = replace(
@@ -331,7 +318,7 @@ class Schedule:
             trial=None,
             reason="",
         )
-        self._begin(None, calibrated, job, change=change)
+        self._begin(calibrated, job)
 
     def store_progress(self, said: JobProgress) -> None:
         """Store the progress of the running training, for `status`."""
@@ -360,15 +347,14 @@ class Schedule:
             except StateError as error:
                 reason = str(error)
             else:
-                if head is not None:
-                    log_head(head, self._settings, counts_images=self._task.manifest.accepts_blocks)
-                return head is not None
+                log_head(head, self._settings, counts_images=self._task.manifest.accepts_blocks)
+                return True
         self._ended(plan, finished, reason)
         return False
 
     def _ended(self, plan: HeadRecord, finished: Finished, reason: str) -> None:
         """Apply the end of a training without a head: it has failed, or its head could not be stored."""
-        if _identity(self.plan) != _identity(plan):  # a transaction failed only to report its commit
+        if self.plan is None:  # a transaction failed only to report its commit
             return
         if plan.kind == "calibration":
             self._store.heads.delete(plan.task, plan.version)
@@ -421,22 +407,7 @@ class Schedule:
         )
 
     def _fail(self, plan: HeadRecord, reason: str) -> None:
-        self._replace(plan, self._failed(plan, reason))
-
-    def _replace(self, before: HeadRecord | None, after: HeadRecord, *, change: int | None = None) -> bool:
-        """Store what has become of a planned head, unless it has changed since; return True if it is stored."""
-        with self._store.transaction():
-            if _identity(self.plan) != _identity(before):
-                return False
-            if change is not None and self._store.newest_change() != change:
-                return False
-            self._store.heads.put(after)
-        return True
-
-
-def _identity(head: HeadRecord | None) -> tuple[object, ...] | None:
-    """Return what distinguishes a planned head, and a training of it, from others."""
-    return None if head is None else (head.version, head.state, head.attempt, head.members)
+        self._store.heads.put(self._failed(plan, reason))
 
 
 def _is_of(job: BlobJob, plan: HeadRecord) -> bool:

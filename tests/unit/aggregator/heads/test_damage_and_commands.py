@@ -16,13 +16,12 @@ from aggregator.heads.rollout import Rollout
 from aggregator.heads.schedule import Schedule
 from aggregator.job_processes import JobProgress
 from aggregator.server.aggregator import Aggregator
-from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.retention import KEPT_S, delete_unneeded_blobs
 from aggregator.tasks.task_preparation import prepare_task
-from aggregator.training.jobs import CalibrationJob, folder_name
+from aggregator.training.jobs import folder_name
 from protocol.mqtt.tls import BrokerAddress
 from protocol.wire.codec import digest_of
 from tests.support.fleets.aggregator_process import write_task
@@ -108,29 +107,6 @@ def test_training_folder_that_was_deleted_in_part_does_not_end_the_program(tmp_p
     (folder := store.folder / "training" / folder_name(task.digest.hex(), 1, 1)).mkdir(parents=True)
     (folder / "model.onnx").write_bytes(b"model")
     Rollout(task, store)
-
-
-def test_calibration_that_is_forgotten_before_it_starts(world: test_calibration.World) -> None:
-    """Its rows are deleted before the training begins."""
-    calibration = world.training._calibration
-    job_of = calibration.job
-
-    def job(head: HeadRecord) -> CalibrationJob | None:
-        if (made := job_of(head)) is not None:
-            forget(world.store, "a")
-        return made
-
-    with patch.object(calibration, "job", job):
-        world.report(_all())
-    if world.jobs and world.store.heads.planned(TASK):
-        world.finish()
-    for _ in range(3):
-        world.tick()
-    newest = world.store.heads.newest(TASK)
-    plan = world.store.heads.planned(TASK)
-    assert newest is not None
-    is_made_again = plan is not None and "a" not in world.store.members(plan)
-    assert is_made_again or "a" not in world.store.members(newest)
 
 
 def test_head_that_was_made_before_forget_does_not_become_current_after_it(

@@ -235,20 +235,6 @@ def test_training_on_a_forgotten_device_is_stopped(
     training.stop()
 
 
-def test_head_is_not_stored_once_a_member_is_forgotten(training: Schedule, task: Task, store: Store) -> None:
-    """Also if the command comes just before that."""
-    _take(training, "ab")
-    job, plan = training._trainer.job, training.plan
-    assert isinstance(job, RoundJob)
-    assert plan is not None
-    training.stop()
-    for name in ("head.onnx", "tensors.bin"):
-        (folder_of(store, job) / name).write_bytes(b"made of a and b")
-    forget(store, "a")
-    assert store_head(task, store, plan, job, Result(metrics={})) is None
-    assert store.heads.all() == []
-
-
 def test_adapter_that_needs_pytorch_is_logged(
     training: Schedule, task: Task, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
