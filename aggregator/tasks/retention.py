@@ -27,7 +27,7 @@ RETENTION_S = 60.0
 PAUSE_S = 0.25
 """Seconds from one slice of a deletion to the next."""
 
-SLICE_ROWS = 200
+SLICE_ROWS = 50
 """Rows that are deleted at once."""
 
 
