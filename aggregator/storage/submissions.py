@@ -145,6 +145,8 @@ class Submissions:
 
     def digests_among(self, digests: Collection[bytes], *, task: bytes, oldest_round: int) -> set[bytes]:
         """Return those of some digests that are of submissions: to a task, from a round on, or to any other task."""
+        if not digests:
+            return set()
         marks = ", ".join("?" * len(digests))
         rows = self._database.read(
             f"SELECT digest FROM submissions WHERE digest IN ({marks}) AND (task != ? OR round >= ?)",  # noqa: S608 - marks

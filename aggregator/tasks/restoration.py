@@ -28,12 +28,12 @@ VERIFY_S = 60.0
 
 
 def heal(task: Task, store: Store, digests: Collection[bytes]) -> set[bytes]:
-    """Write the files again that are missing or damaged, from copies or as a start does; return those that are whole.
+    """Write the files again that are missing or damaged, from copies or as a start does; return those that were whole.
 
     `status` shows the lost ones. Raises StateError if they cannot be read or written.
     """
     known = map(bytes.fromhex, _lost(store))
-    damaged = [digest for digest in {*digests, *known} if not store.blobs.is_whole(digest)]
+    damaged = [digest for digest in {*digests, *known} if not _is_verified(store, digest)]
     for digest in damaged:
         event(log, logging.ERROR, "file missing or damaged on disk", digest=digest)
         _copy_back(store, digest)
@@ -47,7 +47,15 @@ def heal(task: Task, store: Store, digests: Collection[bytes]) -> set[bytes]:
             text = "file restored: check the disk or the object store"
             event(log, logging.WARNING, text, digest=digest)
     _put_lost(store, {digest.hex() for digest in lost})
-    return set(digests).difference(lost)
+    return set(digests).difference(damaged)
+
+
+def _is_verified(store: Store, digest: bytes) -> bool:
+    """Return True if a file is whole, and read it to where it is sent from."""
+    with contextlib.suppress(BlobLost):
+        store.blobs.verified_path(digest)
+        return True
+    return False
 
 
 def _copy_back(store: Store, digest: bytes) -> None:

@@ -58,12 +58,6 @@ def with_startup_code(folder: Path, code: str) -> dict[str, str]:
     return {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 
-def hanging(folder: Path, argument: str) -> dict[str, str]:
-    """Return variables with which a program with this argument never ends."""
-    code = f"import sys, time\nif {argument!r} in sys.orig_argv:\n    time.sleep(600)\n"
-    return with_startup_code(folder / "hanging", code)
-
-
 def write_digits(folder: Path, *, classes: list[int], start: int = 0, each: int = 20) -> Path:
     """Write real handwritten digits as PNG files, one sub-folder a class; returns the folder."""
     digits = load_digits()

@@ -21,7 +21,14 @@ from aggregator.cluster.object_blobs import ObjectBlobs
 from aggregator.storage.open_store import open_store
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.canary_rank import canary_rank
-from tests.support.fleets.fleet import QUICK, Fleet, accepted_submissions, hanging, write_digits, write_task
+from tests.support.fleets.fleet import (
+    QUICK,
+    Fleet,
+    accepted_submissions,
+    with_startup_code,
+    write_digits,
+    write_task,
+)
 from tests.support.network.brokers import mosquitto
 from tests.support.stores.object_store import BUCKET, moto_server, object_store
 
@@ -119,16 +126,25 @@ def test_bad_heads_are_rejected_and_rolled_back(fleet: Fleet, tmp_path: Path) ->
     assert fleet.log(GOOD[0]).count("downloading blob=head-1.onnx") == 1
 
 
+HANGING_CALIBRATION = """
+import sys
+if "aggregator.training.job_program" in sys.orig_argv:
+    import time
+    from aggregator.training import calibration_job
+    calibration_job.run = lambda *_: time.sleep(600)
+"""
+
+
 def test_fleet_gets_one_calibrated_head(fleet: Fleet, tmp_path: Path) -> None:
     """It is as accurate as the head that it calibrates, and devices predict with it, or answer `unknown`."""
     task, names = write_task(tmp_path, quorum=3), ["a", "b", "c"]
-    folder = fleet.aggregator_state / "training" / "head-2"
-    with patch.dict(os.environ, hanging(tmp_path, str(folder))):
+    with patch.dict(os.environ, with_startup_code(tmp_path / "hanging", HANGING_CALIBRATION)):
         fleet.start_aggregator(task)
     for name in names:
         data = write_digits(tmp_path / f"data-{name}", classes=[0, 1, 2, 3], each=40)
         fleet.start_device(name, data)
-    fleet.wait_until("the calibration", (folder / "job.json").is_file)
+    jobs = fleet.aggregator_state / "training"
+    fleet.wait_until("the calibration", lambda: any(jobs.glob("head-2-*/training.log")))
     fleet.kill("aggregator")
     assert [head["version"] for head in fleet.status()["heads"]] == [1]
     for starts in (2, 3):
