@@ -150,7 +150,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, Recorded]:
     with mosquitto(address := free_address(), root), Fleet(root, address) as fleet:
         make_operator(root / "sums")
         first = record(fleet, write_private_task(root, min_devices=MIN_DEVICES, quorum=DEVICES))
-        shutil.copytree(fleet.aggregator_state, root / "first")
+        shutil.copytree(fleet.aggregator_state, root / "first", ignore=shutil.ignore_patterns("*.sock"))
         (root / "second").mkdir()
         shutil.copytree(root / "sums", root / "second" / "sums")
         task = write_private_task(root / "second", min_devices=MIN_DEVICES, quorum=DEVICES)

@@ -93,7 +93,7 @@ def submitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def fleet(submitted: Path, tmp_path: Path) -> Iterator[Fleet]:
     """Return a copy of that fleet with a broker of its own."""
-    root = shutil.copytree(submitted, tmp_path / "fleet", ignore=shutil.ignore_patterns("*.log"))
+    root = shutil.copytree(submitted, tmp_path / "fleet", ignore=shutil.ignore_patterns("*.log", "*.sock"))
     with mosquitto(address := free_address(), tmp_path), Fleet(root, address) as fleet:
         yield fleet
 

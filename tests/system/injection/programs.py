@@ -186,7 +186,7 @@ class Programs:
     def _status(self, life: Life) -> None:
         """Show the fleet's status."""
         state = life.folder / "aggregator"
-        shutil.copytree(self._fleet_state, state)
+        shutil.copytree(self._fleet_state, state, ignore=shutil.ignore_patterns("*.sock"))
         self._read(life, ("aggregator.cli", "status", "--state", str(state)), expected="first")
 
     def _read(self, life: Life, arguments: tuple[str, ...], *, expected: str) -> None:
