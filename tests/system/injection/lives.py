@@ -229,13 +229,14 @@ class Life:
 
 
 def names_of(folder: Path) -> set[str]:
-    """Return the files below a folder, with one name for all blobs of a kind and all kinds of leftovers."""
+    """Return the files below a folder, with one name for all blobs of a kind, and for all trainings of a head."""
     names = set()
     for file in folder.rglob("*"):
         if file.is_file():
             relative = file.relative_to(folder)
             is_digest = len(file.name) == DIGEST_LETTERS
-            names.add(str(relative.parent / "DIGEST" if is_digest else relative))
+            name = str(relative.parent / "DIGEST" if is_digest else relative)
+            names.add(re.sub(r"(training/head-\d+)-\d+-\w+", r"\1", name))
     return names
 
 

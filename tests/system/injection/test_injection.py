@@ -55,7 +55,7 @@ def test_no_fault_of_a_call_loses_anything(
     outcomes = list(run_all(programs, sample))
     record_property("injections", [asdict(row) for row in rows_of(calls, outcomes)])
     assert {str(each): outcome.violations for each, outcome in outcomes if outcome.violations} == {}
-    assert sum(outcome.injected > 0 for _, outcome in outcomes) > len(sample) / 2
+    assert any(outcome.injected for _, outcome in outcomes)
 
 
 def test_sigterm_ends_a_run_as_ctrl_c_does() -> None:
