@@ -58,6 +58,13 @@ def with_startup_code(folder: Path, code: str) -> dict[str, str]:
     return {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 
+def _oom_score(process: psutil.Process) -> int | None:
+    """Return the score of a process, which is higher for jobs; None if it has ended."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{process.pid}/oom_score_adj").read_text())
+    return None
+
+
 def write_digits(folder: Path, *, classes: list[int], start: int = 0, each: int = 20) -> Path:
     """Write real handwritten digits as PNG files, one sub-folder a class; returns the folder."""
     digits = load_digits()
@@ -264,7 +271,8 @@ class Fleet:
         if self.processes[name].poll() is not None:
             return []
         process = psutil.Process(self.processes[name].pid)
-        return [process, *(process.children() if name in self._supervisors else ())]
+        children = process.children() if name in self._supervisors else ()
+        return [process, *(each for each in children if _oom_score(each) == _oom_score(process))]
 
     def jobs(self, name: str) -> list[psutil.Process]:
         """Return the processes that a program, or those that it supervises, have started."""

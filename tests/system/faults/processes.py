@@ -77,8 +77,8 @@ def _kill_in_training(fleet: FaultyFleet) -> int:
 
 def _is_training(fleet: FaultyFleet) -> bool:
     try:
-        services = fleet.services("aggregator")
-        return any("tests.support.fleets.fast_training" in each.cmdline() for each in services)
+        jobs = fleet.jobs("aggregator")
+        return any("tests.support.fleets.fast_training" in each.cmdline() for each in jobs)
     except psutil.Error:
         return False  # a child that ends this very moment
 
