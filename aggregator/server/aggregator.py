@@ -81,8 +81,8 @@ class Aggregator:
             on_event=events.put,
             may_connect=store.database.may_connect,
         )
-        whole = heal(task, store, self._releases.served)
-        self._files = VerifiedFiles(store.blobs, events.put, verified=whole)
+        heal(task, store, self._releases.served)
+        self._files = VerifiedFiles(store.blobs, events.put)
         self._blob_sender = BlobSender(
             store.blobs,
             self._publisher,
@@ -166,8 +166,9 @@ class Aggregator:
                 self._training.store_progress(event)
             case JobEnded():
                 if self._training.finish(event):
-                    if (opened := self._training.round) is not None:
-                        self._files.take(Verified(opened.tensors.digest))  # it was just written
+                    if (opened := self._training.round) is not None:  # broadcast before the head is published
+                        self._store.blobs.verified_path(opened.tensors.digest)
+                        self._files.take(Verified(opened.tensors.digest))
                     # The round's tensors are served before devices know of them.
                     self._update_releases(at_once=True)
             case Verified():

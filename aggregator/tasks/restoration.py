@@ -27,13 +27,13 @@ VERIFY_S = 60.0
 """Seconds for which a verified file is sent without being read as a whole again."""
 
 
-def heal(task: Task, store: Store, digests: Collection[bytes]) -> set[bytes]:
-    """Write the files again that are missing or damaged, from copies or as a start does; return those that were whole.
+def heal(task: Task, store: Store, digests: Collection[bytes]) -> None:
+    """Write the files again that are missing or damaged, from copies or as a start does; `status` shows lost ones.
 
-    `status` shows the lost ones. Raises StateError if they cannot be read or written.
+    Raises StateError if they cannot be read or written.
     """
     known = map(bytes.fromhex, _lost(store))
-    damaged = [digest for digest in {*digests, *known} if not _is_verified(store, digest)]
+    damaged = [digest for digest in {*digests, *known} if not store.blobs.is_whole(digest)]
     for digest in damaged:
         event(log, logging.ERROR, "file missing or damaged on disk", digest=digest)
         _copy_back(store, digest)
@@ -47,15 +47,6 @@ def heal(task: Task, store: Store, digests: Collection[bytes]) -> set[bytes]:
             text = "file restored: check the disk or the object store"
             event(log, logging.WARNING, text, digest=digest)
     _put_lost(store, {digest.hex() for digest in lost})
-    return set(digests).difference(damaged)
-
-
-def _is_verified(store: Store, digest: bytes) -> bool:
-    """Return True if a file is whole, and read it to where it is sent from."""
-    with contextlib.suppress(BlobLost):
-        store.blobs.verified_path(digest)
-        return True
-    return False
 
 
 def _copy_back(store: Store, digest: bytes) -> None:
@@ -105,20 +96,13 @@ class Verified:
 class VerifiedFiles:
     """The files that devices download, each verified at most `VERIFY_S` before it is sent.
 
-    A thread reads them: a backbone may have hundreds of megabytes. `on_event` gets what it has found. `verified` are
-    those that were just read.
+    A thread reads them: a backbone may have hundreds of megabytes. `on_event` gets what it has found.
     """
 
-    def __init__(
-        self,
-        blobs: Blobs,
-        on_event: Callable[[Verified | ThreadFailed], None],
-        *,
-        verified: Collection[bytes] = (),
-    ) -> None:
+    def __init__(self, blobs: Blobs, on_event: Callable[[Verified | ThreadFailed], None]) -> None:
         self._blobs = blobs
         self._on_event = on_event
-        self._verified_s = dict.fromkeys(verified, time.monotonic() + VERIFY_S)
+        self._verified_s: dict[bytes, float] = {}
         """The time until which each file counts as verified."""
         self._unread = set[bytes]()
         """Files that the thread is to read."""
