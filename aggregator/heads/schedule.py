@@ -163,7 +163,7 @@ class Schedule:
 
     def _train_or_plan(self, plan: HeadRecord | None) -> None:
         now_s = self._store.clock.now_s()
-        if not self._is_counted(now_s):
+        if self._trainer.is_stopping or not self._is_counted(now_s):
             return
         if plan is not None and plan.state == "planned" and not self._is_readable(plan):
             plan = None

@@ -32,7 +32,7 @@ def heal(task: Task, store: Store, digests: Collection[bytes]) -> None:
 
     Raises StateError if they cannot be read or written.
     """
-    known = map(bytes.fromhex, _lost(store))
+    known = needed_blobs(task, store, set(map(bytes.fromhex, _lost(store))))
     damaged = [digest for digest in {*digests, *known} if not store.blobs.is_whole(digest)]
     for digest in damaged:
         event(log, logging.ERROR, "file missing or damaged on disk", digest=digest)

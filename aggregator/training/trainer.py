@@ -53,6 +53,8 @@ class Trainer:
         self._engine = engine
         self.job: BlobJob | None = None
         """The job that runs, or has ended and is not handled yet."""
+        self._stopped: Path | None = None
+        """The folder of a job that was stopped, until its end is handled: another one may have the same name."""
 
     def start(self, job: BlobJob) -> None:
         """Start a job; raises StateError if its folder cannot be written."""
@@ -83,13 +85,23 @@ class Trainer:
             return None
         return JobEnded(self._folder / self.job.name)
 
+    @property
+    def is_stopping(self) -> bool:
+        """True until the end of a stopped job is handled: no other one can be started."""
+        return self._stopped is not None
+
     def stop(self) -> None:
         """Kill the job that runs."""
+        running = self._jobs.folder if self.job is None else self._folder / self.job.name
+        self._stopped = running or self._stopped
         self._jobs.stop()
         self.job = None
 
     def take(self, ended: JobEnded) -> tuple[BlobJob, Finished] | None:
         """Return the job that has ended, with what it has left; None if it was stopped."""
+        if ended.folder == self._stopped:
+            self._stopped = None
+            return None
         if self.job is None or ended.folder != self._folder / self.job.name:
             return None
         job, self.job = self.job, None

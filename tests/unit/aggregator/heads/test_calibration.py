@@ -80,6 +80,7 @@ class World:
     jobs: list[HeadJob | CalibrationJob] = field(default_factory=list)
     now_s: float = 1000.0
     job: HeadJob | CalibrationJob | None = None
+    is_stopping: bool = False
 
     def __post_init__(self) -> None:
         self.clock = self.store.clock = FakeClock(self.now_s)

@@ -328,6 +328,7 @@ class World:
     ends_s: float = math.inf
     """When the running job ends."""
     job: HeadJob | None = None
+    is_stopping: bool = False
 
     def __post_init__(self) -> None:
         self.clock = self.store.clock = FakeClock(self.now_s)

@@ -235,6 +235,22 @@ def test_training_on_a_forgotten_device_is_stopped(
     training.stop()
 
 
+def test_training_in_place_of_a_stopped_one_waits_for_its_end(
+    training: Schedule, events: Events, task: Task, store: Store
+) -> None:
+    """Their folders have the same name: the end of the first is not that of the second."""
+    _take(training, "abc")
+    forget(store, "a")
+    training.tick()
+    assert training._trainer.job is None
+    assert not training.finish(_end(events))
+    training.tick()
+    assert planned(training) == {"b", "c"}
+    assert training.finish(_end(events))
+    (head,) = store.heads.all(task.digest)
+    assert set(store.members(head)) == {"b", "c"}
+
+
 def test_adapter_that_needs_pytorch_is_logged(
     training: Schedule, task: Task, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -97,6 +97,13 @@ def test_damage_ends_the_program_once(task: Task, store: Store) -> None:
     assert _shown(store) == set()
 
 
+def test_lost_file_that_nothing_needs_any_more_is_not_shown(task: Task, store: Store) -> None:
+    """Such as a head that others have replaced since."""
+    store.facts.put(LostFiles((digest_of(b"an old head").hex(),)))
+    heal(task, store, [])
+    assert _shown(store) == set()
+
+
 def test_failing_object_store_is_no_lost_blob(task: Task, store: Store, remote: ObjectStore) -> None:
     """The start fails, and is repeated."""
     _harm(remote, store, task.digest, fault="missing")
