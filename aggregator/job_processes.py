@@ -3,7 +3,6 @@
 A supervisor imports this: it needs no numpy.
 """
 
-import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +12,6 @@ import msgspec
 
 from protocol.children import Child
 from protocol.errors import StateError, ThreadFailed
-
-log = logging.getLogger(__name__)
 
 PROGRAM = "aggregator.training.job_program"
 """The module that runs a job as a program."""
@@ -59,7 +56,9 @@ class Jobs(Protocol):
     """Runs at most one job at a time; each start is followed by one JobEnded, whatever happens."""
 
     folder: Path | None
-    """The folder of the job that runs, or whose end is not reported yet."""
+    """The folder of the job that runs."""
+    ended: JobEnded | None
+    """The end of the last job; None once another one was started."""
 
     def start(self, order: JobOrder) -> None:
         """Start a job, in place of one that runs."""
@@ -78,11 +77,13 @@ class JobRunner:
         self._on_event = on_event
         self._child: Child | None = None
         self.folder: Path | None = None
+        self.ended: JobEnded | None = None
 
     def start(self, order: JobOrder) -> None:
         """Start a job, in place of one that runs."""
         self.stop()
         folder = self.folder = order.folder
+        self.ended = None
         is_late = threading.Event()
 
         def take(message: bytes) -> None:
@@ -93,9 +94,10 @@ class JobRunner:
             if is_late.is_set():
                 problem = f"not finished within `[training]` timeout_s, {order.timeout_s:g} s"
                 problem += ": raise it, or use fewer epochs"
+            ended = JobEnded(folder, code, problem)
             if self.folder == folder:
-                self.folder = None
-            self._on_event(JobEnded(folder, code, problem))
+                self.ended, self.folder = ended, None
+            self._on_event(ended)
 
         def fail(failure: ThreadFailed) -> None:
             self.stop()

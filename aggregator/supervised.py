@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from aggregator import EXTRAS
-from aggregator.job_processes import JobOrder, StopJob
+from aggregator.job_processes import JobEnded, JobOrder, StopJob
 from protocol import service_manager
 from protocol.children import connect
 from protocol.cli import problem_of
@@ -51,7 +51,9 @@ class RunningJob(msgspec.Struct, frozen=True):
     """The second message to `serve`, after its settings."""
 
     folder: Path | None
-    """Of the job that runs, or that has ended while no `serve` ran."""
+    """Of the job that runs."""
+    ended: JobEnded | None
+    """The end of the last job: no `serve` has heard it perhaps."""
 
 
 def encode(message: msgspec.Struct) -> bytes:

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import msgspec
 
-from aggregator.job_processes import JobEnded, JobEvent, JobOrder, JobRunner, StopJob
+from aggregator.job_processes import JobEvent, JobOrder, JobRunner, StopJob
 from aggregator.supervised import Failed, FromProgram, Notified, RunningJob, ServeState, decode, encode
 from protocol import service_manager
 from protocol.children import Child, ending
@@ -73,8 +73,6 @@ class Supervisor:
         self._serve = self._all[-1]
         self._events = queue.SimpleQueue[tuple[_Supervised, bytes | int | ThreadFailed | JobEvent]]()
         self._jobs = JobRunner(lambda said: self._events.put((self._serve, said)))
-        self._unreported: JobEnded | None = None
-        """The end of a job of which no `serve` has heard."""
         self._manager = ServiceManager()
 
     def run(self) -> NoReturn:
@@ -122,16 +120,14 @@ class Supervisor:
             return
         child.send(encode(program.settings))
         if each is self._serve:
-            ended, self._unreported = self._unreported, None
-            child.send(encode(RunningJob(ended.folder if ended is not None else self._jobs.folder)))
-            if ended is not None:
-                child.send(encode(ended))
+            child.send(encode(RunningJob(self._jobs.folder, self._jobs.ended)))
 
     def _handle(self, each: _Supervised, said: bytes | int | ThreadFailed | JobEvent) -> None:
         if isinstance(said, ThreadFailed):
             raise said
         if isinstance(said, JobEvent):
-            self._report(said)
+            if each.child is not None:  # the next run hears of the end as it starts
+                each.child.send(encode(said))
             return
         if isinstance(said, int):
             self._ended(each, each.failed.reason if each.failed is not None else ending(said))
@@ -146,13 +142,6 @@ class Supervisor:
                 self._ready(each)
             case Notified():
                 each.alive_s = time.monotonic()
-
-    def _report(self, said: JobEvent) -> None:
-        """Send what becomes of a job to `serve`; its next run hears of an end that this one does not."""
-        if self._serve.child is not None:
-            self._serve.child.send(encode(said))
-        elif isinstance(said, JobEnded):
-            self._unreported = said
 
     def _ready(self, each: _Supervised) -> None:
         if each.problem:

@@ -1,7 +1,7 @@
 """The tables of the task file, except those defined where they are used.
 
-The others are `[limits]`, `[privacy]`, `[training]`, `[rollout]` and those of the algorithms. `aggregator init` writes
-the first sentence below a setting as its comment, and for a setting without a default its example.
+The others are `[limits]`, `[privacy]`, `[training]`, `[rollout]` and the tables of the algorithms. `aggregator init`
+writes the first sentence below a setting as its comment, and for a setting without a default its example.
 """
 
 import ast

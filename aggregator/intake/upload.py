@@ -32,9 +32,9 @@ class Size(NamedTuple):
 
     memory: int = 0
     file: int = 0
-    """With those of unused parts of blocks."""
+    """Unused parts of blocks included."""
     written: int = 0
-    """Without them."""
+    """Without unused parts of blocks."""
 
 
 class Upload:

@@ -106,7 +106,7 @@ class BlobSender:
         self._is_busy = False
 
     def verified(self, digest: bytes, *, is_readable: bool) -> None:
-        """Let the requests of a blob be answered, or drop those of one that cannot be read: devices repeat them."""
+        """Answer the requests of a blob at the next `send`, or drop them if it cannot be read: devices repeat them."""
         requests = self._unverified.pop(digest, [])
         if is_readable:
             self._waiting.extendleft(reversed(requests))

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class Aggregator:
-    """A fleet's aggregator; `events` has those of `jobs`, and may have events of other threads.
+    """A fleet's aggregator; `jobs` and other threads put their events into `events`.
 
     Raises StateError or ConfigError if the state directory or a key cannot be used.
     """

@@ -42,11 +42,12 @@ class SupervisedJobs:
     def __init__(self, pipe: Connection, on_event: Callable[[JobEvent | ThreadFailed], None]) -> None:
         self._pipe = pipe
         self._on_event = on_event
-        self.folder: Path | None = decode(pipe.recv_bytes(), RunningJob).folder
+        before: RunningJob = decode(pipe.recv_bytes(), RunningJob)
+        self.folder, self.ended = before.folder, before.ended
         start_thread(self._hear, name="supervisor", on_failure=on_event)
 
     def start(self, order: JobOrder) -> None:
-        self.folder = order.folder
+        self.folder, self.ended = order.folder, None
         self._pipe.send_bytes(encode(order))
 
     def stop(self) -> None:
@@ -57,7 +58,7 @@ class SupervisedJobs:
             while True:
                 said: JobEvent = decode(self._pipe.recv_bytes(), JobEvent)
                 if isinstance(said, JobEnded) and said.folder == self.folder:
-                    self.folder = None
+                    self.ended, self.folder = said, None
                 self._on_event(said)
 
 

@@ -56,7 +56,7 @@ class Blobs(Protocol):
     def delete_unneeded(self, needed: Callable[[Collection[bytes]], Collection[bytes]]) -> Iterator[None]:
         """Delete blobs that are not needed, except for those that are being written; yields after each slice of them.
 
-        `needed` returns those of the digests of a slice that are needed when the slice is deleted.
+        `needed` returns the digests of a slice that are needed when the slice is deleted.
         """
 
 

@@ -144,7 +144,7 @@ class Submissions:
         return {device: StoredMask(digest, _MASK.decode(mask)) for device, digest, mask in rows}
 
     def digests_among(self, digests: Collection[bytes], *, task: bytes, oldest_round: int) -> set[bytes]:
-        """Return those of some digests that are of submissions: to a task, from a round on, or to any other task."""
+        """Return the digests of submissions among some: to a task, from a round on, or to any other task."""
         if not digests:
             return set()
         marks = ", ".join("?" * len(digests))

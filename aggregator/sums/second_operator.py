@@ -123,13 +123,9 @@ class SecondOperatorLists(Sums):
     def stored(self) -> SumLists:
         return sums_of(self._store.facts, self._task)
 
-    def _put(self, lists: SumLists, *, change: int | None = None) -> bool:
-        """Store lists, with `change` unless anything has changed since; return True if they are stored."""
-        with self._store.transaction():  # `aggregator forget` changes other lists
-            if change is not None and self._store.newest_change() != change:
-                return False
+    def _put(self, lists: SumLists) -> None:
+        with self._store.transaction():
             put_sums(self._store.facts, lists)
-        return True
 
     @property
     def is_requested(self) -> bool:
@@ -167,15 +163,13 @@ class SecondOperatorLists(Sums):
     def ready(self, plan: HeadRecord) -> bool:
         """Return True if the second operator has opened the list of a planned head, which is made if there is none.
 
-        A list's submissions stay the same, until it is opened or refused.
+        A list's submissions stay the same until it is opened or refused; a refused one is made again of other devices.
         """
         lists = self.stored
         earlier = set(lists.devices)
         new = {d: digest for d, digest in self._store.members(plan).items() if d not in earlier}
         if (pending := lists.pending) is None or (pending.problem and pending.members.keys() != new.keys()):
-            self._make_list(
-                plan, lists, new
-            )  # in place of a refused one, without a device, or with a new one
+            self._make_list(plan, lists, new)
             return False
         if pending.masks and bytes.fromhex(pending.masks) not in self._store.blobs:
             self._put(replace(lists, pending=replace(pending, masks="")))
@@ -187,7 +181,6 @@ class SecondOperatorLists(Sums):
         """Store the next list, once its submissions are verified; delete a plan whose submissions have changed."""
         if not self._is_verified(plan.members, new):
             return
-        change = self._store.newest_change()
         masked = self._masked(new)
         least = {device: each.mask.min_devices for device, each in masked.items()}
         if largest_list(least, min_devices=self._operator.min_devices) != tuple(sorted(new)):
@@ -198,9 +191,9 @@ class SecondOperatorLists(Sums):
             request=self._store.blobs.put(self._request_of(masked)).hex(),
             requested_s=time.time(),
         )
-        if self._put(replace(lists, pending=pending), change=change):  # no device was forgotten meanwhile
-            self._due_s = 0.0
-            event(log, logging.INFO, "sum requested from the second operator", devices=len(new))
+        self._put(replace(lists, pending=pending))
+        self._due_s = 0.0
+        event(log, logging.INFO, "sum requested from the second operator", devices=len(new))
 
     def _masked(self, members: Mapping[str, bytes]) -> dict[str, MaskedSubmission]:
         """Return what a request has of each of these submissions; one that is not stored any more is missing."""

@@ -59,7 +59,7 @@ def served_blobs(task: Task, heads: Sequence[HeadRecord], state: rollout_state.S
 
 
 def needed_blobs(task: Task, store: Store, among: Collection[bytes]) -> set[bytes]:
-    """Return those of some digests whose blobs must not be deleted now.
+    """Return the digests, among some, of blobs that must not be deleted now.
 
     The time that it takes grows neither with the stored submissions nor, but for planned heads, with their devices.
     """

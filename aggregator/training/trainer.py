@@ -1,7 +1,6 @@
 """The training of a head: its job in a folder of its own, and what has become of it."""
 
 import contextlib
-import logging
 import shutil
 import signal
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ from aggregator.training.job_program import LOG_FILE
 from aggregator.training.jobs import JOB_FILE, BlobJob, Failure, Job, Result, read_result
 from protocol.errors import ProtofleetError
 from protocol.storage.blobstore import state_errors, write_atomically
-
-log = logging.getLogger(__name__)
 
 KILLED = (
     "killed (SIGKILL), as Linux does when memory runs out: add memory, or save some"
@@ -67,12 +64,12 @@ class Trainer:
         self.job = job
 
     def resume(self, job: BlobJob) -> bool:
-        """Take a job over that an earlier program has started; return False if it neither runs nor has a result."""
+        """Take a job over that an earlier program has started; return False if nothing is known of its end."""
         folder = self._folder / job.name
         try:
             if (folder / JOB_FILE).read_bytes() != msgspec.json.encode(job):
                 return False  # of other settings
-            if self._jobs.folder != folder:
+            if folder != self._jobs.folder and not self._has_ended(folder):
                 read_result(folder)
         except (OSError, ProtofleetError):
             return False
@@ -83,7 +80,11 @@ class Trainer:
         """Return the end of a job that has ended while no program took it."""
         if self.job is None or self._jobs.folder is not None:
             return None
-        return JobEnded(self._folder / self.job.name)
+        folder = self._folder / self.job.name
+        return self._jobs.ended if self._has_ended(folder) else JobEnded(folder)
+
+    def _has_ended(self, folder: Path) -> bool:
+        return self._jobs.ended is not None and self._jobs.ended.folder == folder
 
     @property
     def is_stopping(self) -> bool:

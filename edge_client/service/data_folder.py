@@ -57,7 +57,7 @@ class DataFolder:
         start_thread(self._scan, name="scan", on_failure=self._emit)
 
     def stop(self) -> None:
-        """End the thread after the scans that wait; nobody waits for it."""
+        """End the thread after its waiting scans, without waiting for it."""
         self._orders.put(None)
 
     def order(self, manifest: TaskManifest, *, is_for_job: bool = True) -> ScanOrder:

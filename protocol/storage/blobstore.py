@@ -287,7 +287,7 @@ class BlobStore:
     def delete_unneeded(self, needed: Callable[[Collection[bytes]], Collection[bytes]]) -> Iterator[None]:
         """Delete blobs and unfinished downloads that are not needed, except for files that are being written.
 
-        Yields after each `SLICE_FILES` files. `needed` returns those of the next files' digests that are needed when
+        Yields after each `SLICE_FILES` files. `needed` returns the digests of the next files that are needed when
         these files are deleted, whatever was needed when the folder was opened.
         """
         for folder in (self.folder, self._partial):

@@ -18,7 +18,7 @@ TRAINING_S = 4.0
 
 
 def _adapter(data: TrainingSet, **_: Any) -> tuple[tuple[Dense, ...], int]:
-    """Return layers as large as those of `train_adapter`; other prototypes make others."""
+    """Return layers with the shapes that `train_adapter` makes; other prototypes make other values."""
     time.sleep(TRAINING_S)
     arrays = (data.centers, data.deviations, data.labels)
     digest = hashlib.sha256(b"".join(array.tobytes() for array in arrays)).digest()

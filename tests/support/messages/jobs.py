@@ -8,7 +8,7 @@ import msgspec
 
 from aggregator.algorithms.algorithm import Training
 from aggregator.intake.validation import Expectation
-from aggregator.job_processes import JobOrder
+from aggregator.job_processes import JobEnded, JobOrder
 from aggregator.storage.blobs import Blobs
 from aggregator.training.jobs import HeadJob, StatisticsJob, Workspace
 from protocol.wire.codec import encode
@@ -21,6 +21,7 @@ class NoJobs:
     """Takes jobs, and runs none."""
 
     folder: Path | None = None
+    ended: JobEnded | None = None
 
     def start(self, order: JobOrder) -> None:
         pass

@@ -1,13 +1,12 @@
 """Modules that the programs beside `serve` load: they run beside it, and none of them computes."""
 
 import contextlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from aggregator.coordination.rollout_state import State, Trial
+from tests.support.imports import loaded_modules
 from tests.support.messages.heads import evaluate
 from tests.support.messages.submissions import TASK
 from tests.unit.aggregator.status.stores import add_head, busy_store
@@ -68,14 +67,6 @@ def test_a_program_beside_serve_loads_no_library_that_computes(
         store.heads.put_rollout(TASK, State(newest=2, current=1, trial=Trial(2, 70.0, ("a", "b"), 2**32)))
         for device in "ab":
             evaluate(store, device, 2, correct=9, previous=8)
-    done = subprocess.run(
-        [sys.executable, "-c", f"{program}\nimport sys\nprint(*sys.modules)"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    loaded = set(done.stdout.splitlines()[-1].split())
+    loaded = loaded_modules(program, tmp_path)
     assert "aggregator" in loaded
     assert not (COMPUTING | others) & loaded

@@ -275,6 +275,26 @@ def test_a_training_outlives_serve(
     fleet.stop("aggregator")
 
 
+def test_a_training_that_is_killed_while_serve_is_down_has_failed(
+    fleet: Fleet, address: BrokerAddress
+) -> None:
+    """The next run of `serve` hears how it has ended."""
+    fleet.aggregator_program = "tests.support.fleets.fast_aggregator"
+    fleet.start_aggregator(write_task(fleet.root, "quorum = 1"), "--embedded-broker")
+    jobs = fleet.aggregator_state / "training"
+    with Device(address) as device:
+        fleet.wait_until("the aggregator", lambda: "connected to the broker" in fleet.log("aggregator"))
+        assert device.upload(submission(task=digest_of(device.task()))).status == "received"
+        fleet.wait_until("its job", lambda: any(jobs.glob("head-1-1-*/training.log")))
+        (job,) = fleet.jobs("aggregator")
+        job.suspend()
+        _serve(fleet).kill()
+        fleet.wait_for_log("aggregator", "program ended program=serve")
+        job.kill()
+        fleet.wait_for_log("aggregator", 'failures=1 reason="killed (SIGKILL)')
+    fleet.stop("aggregator")
+
+
 def _serve(fleet: Fleet) -> psutil.Process:
     services = fleet.services("aggregator")
     (serve,) = (each for each in services if "aggregator.server.program" in each.cmdline())

@@ -1,8 +1,6 @@
 """Heads of lists: planned of devices in lists only, after restarts, failures, and commands of other processes."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from unittest.mock import patch
 
 import msgspec
 from msgspec import structs
@@ -17,7 +15,7 @@ from aggregator.sums.stored_lists import sums_of
 from aggregator.training.jobs import RESULT_FILE, Failure, Result
 from protocol.storage.blobstore import write_atomically
 from protocol.wire.codec import digest_of, encode
-from protocol.wire.messages import MaskedSubmission, SumReply
+from protocol.wire.messages import SumReply
 from protocol.wire.transfer import frames_of
 from tests.support.messages.jobs import NoJobs
 from tests.support.messages.submissions import SERVED as STORED_TASK
@@ -156,24 +154,14 @@ def test_refused_list_is_made_again_without_a_revoked_device(store: Store) -> No
 
 
 def test_list_has_no_forgotten_device(store: Store) -> None:
-    """`aggregator forget` runs in another process between the verification of a list and its transaction."""
+    """`aggregator forget` comes after the verification of a list, and before it is stored."""
     fleet = Fleet(store)
     store.facts.put(structs.replace(STORED_TASK, digest=TASK))
     fleet.world.upload(1, 2, 3, 4)
     fleet.training.tick()
     wait_for_verification(fleet.world.lists)
-    read = fleet.world.lists._masked
-
-    def masked(members: Mapping[str, bytes]) -> dict[str, MaskedSubmission]:
-        found = read(members)
-        if store.submissions.get(TASK, "dev1") is not None:
-            forget(store, "dev1")
-        return found
-
-    with patch.object(fleet.world.lists, "_masked", masked):
-        fleet.training.tick()
-    assert not fleet.world.pending
-    fleet.tick(2)
+    forget(store, "dev1")
+    fleet.tick(3)
     assert set(fleet.world.pending) == {"dev2", "dev3", "dev4"}
 
 

@@ -212,6 +212,7 @@ class Orders:
     """Takes orders; a job runs until a test ends it."""
 
     folder: Path | None = None
+    ended: JobEnded | None = None
 
     def start(self, order: job_processes.JobOrder) -> None:
         self.folder = order.folder
@@ -227,7 +228,7 @@ def _trainer(folder: Path, jobs: Jobs) -> Trainer:
 
 
 def test_job_of_an_earlier_program_is_taken_over(tmp_path: Path) -> None:
-    """If it runs, or has a result, and is the job that would be started now."""
+    """If it runs or has ended, and is the job that would be started now."""
     jobs, job = Orders(), _job(tmp_path, submission())
     assert not _trainer(tmp_path, jobs).resume(job)
     _trainer(tmp_path, jobs).start(job)
@@ -236,6 +237,11 @@ def test_job_of_an_earlier_program_is_taken_over(tmp_path: Path) -> None:
     folder, jobs.folder = jobs.folder, None
     assert folder is not None
     assert not _trainer(tmp_path, jobs).resume(job)
+    jobs.ended = JobEnded(folder, -9)
+    trainer = _trainer(tmp_path, jobs)
+    assert trainer.resume(job)
+    assert trainer.ended() == jobs.ended
+    jobs.ended = None
     (folder / "result.json").write_text('{"type": "Result", "metrics": {"seconds": 1.0}}')
     trainer = _trainer(tmp_path, jobs)
     assert trainer.resume(job)

@@ -1,12 +1,11 @@
 """Modules that the service of the device loads: no library that decodes images or opens graphs."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.devices.device_factory import CLASSES, write_images
+from tests.support.imports import loaded_modules
 
 SERVICE = """
 from pathlib import Path
@@ -59,12 +58,5 @@ Device("images", broker="localhost")
 def test_the_service_loads_no_library_of_its_jobs(program: str, tmp_path: Path) -> None:
     """A service without a task, the status command, a scan and a Python program run without them."""
     write_images(tmp_path / "images", count=5)
-    done = subprocess.run(
-        [sys.executable, "-c", f"{program}\nimport sys\nprint(*sys.modules)"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert {"edge_client", "numpy", "PIL", "onnxruntime"} & set(done.stdout.split()) == {"edge_client"}
+    loaded = loaded_modules(program, tmp_path)
+    assert {"edge_client", "numpy", "PIL", "onnxruntime"} & loaded == {"edge_client"}
