@@ -16,7 +16,7 @@ import click
 import psutil
 
 from benchmarks.fleet.load.programs import BACKBONE, START_TIMEOUT_S, until
-from benchmarks.processes import ROOT, free_address, running_program
+from benchmarks.processes import ROOT, free_address, running_program, wait_for_log
 from benchmarks.report import Table, json_option, write_json
 from protocol.errors import ProtofleetError
 
@@ -76,12 +76,15 @@ def measure(checkout: Path, *, rest_s: float) -> dict[str, int]:
             str(http),
         )
         program = ["python", "-P", "-m", "aggregator.cli", "run", "--embedded-broker", *where]
-        environment = {**os.environ, "PYTHONPATH": str(checkout)}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(checkout),
+            "PYTHONSAFEPATH": "1",  # children import nothing from the working directory
+        }
         with running_program(program, log=log, environment=environment) as process:
-            try:
-                until(lambda: _answers(f"http://{http}/readyz"), what="the aggregator")
-            except ProtofleetError as error:
-                raise ProtofleetError(f"{error}: {log.read_text()[-1000:]}") from error
+            # A connection to a port of this range on which nothing listens yet may be one to itself.
+            wait_for_log(log, "connected to the broker", timeout_s=START_TIMEOUT_S)
+            until(lambda: _answers(f"http://{http}/readyz"), what="the aggregator")
             if not _answers(f"http://{http}/api/v1/status"):
                 raise ProtofleetError("the aggregator has no status")
             time.sleep(rest_s)
