@@ -6,6 +6,7 @@ The proportional set size (PSS, from `/proc/PID/smaps_rollup`) counts a page tha
 
 import os
 import statistics
+import sys
 import tempfile
 import time
 import urllib.request
@@ -75,7 +76,7 @@ def measure(checkout: Path, *, rest_s: float) -> dict[str, int]:
             "--http",
             str(http),
         )
-        program = ["python", "-P", "-m", "aggregator.cli", "run", "--embedded-broker", *where]
+        program = [sys.executable, "-P", "-m", "aggregator.cli", "run", "--embedded-broker", *where]
         environment = {
             **os.environ,
             "PYTHONPATH": str(checkout),
