@@ -3,6 +3,7 @@
 A supervisor imports this: it needs no numpy.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,9 @@ from protocol.errors import StateError, ThreadFailed
 
 PROGRAM = "aggregator.training.job_program"
 """The module that runs a job as a program."""
+
+STOPPED_FILE = "stopped"
+"""In the folder of a job that was stopped: it has not failed."""
 
 
 class JobOrder(msgspec.Struct, frozen=True, tag=True):
@@ -119,5 +123,8 @@ class JobRunner:
 
     def stop(self) -> None:
         """Kill the job that runs."""
+        if self.folder is not None:
+            with contextlib.suppress(OSError):  # on a full disk it counts as failed
+                (self.folder / STOPPED_FILE).touch()
         if self._child is not None:
             self._child.kill()

@@ -81,31 +81,32 @@ class Schedule:
     def _resume(self) -> None:
         """Go on with the training that an earlier program has started, if it still runs or has a result.
 
-        Another one has failed if it was running, and starts at once.
+        Another one starts again at once; it has failed if it was killed.
         """
         plan = self.plan
-        if plan is not None and plan.state == "training" and self._goes_on(plan):
+        job = None if plan is None or plan.state == "planned" else self._started_job(plan)
+        if plan is not None and job is not None and self._trainer.resume(job):
             event(log, logging.INFO, "training goes on", version=plan.version)
             return
+        has_failed = job is not None and self._trainer.has_failed(job)
         self._trainer.stop()
         if plan is None:
             return
         if plan.kind == "calibration":  # it is due again
             self._store.heads.delete(plan.task, plan.version)
             return
-        after = self._failed(plan, KILLED) if plan.state == "training" else plan
+        after = self._failed(plan, KILLED) if has_failed else replace(plan, state="planned", progress=None)
         self._store.heads.put(replace(after, retry_s=0.0))
         event(log, logging.INFO, "interrupted training resumed", version=plan.version)
 
-    def _goes_on(self, plan: HeadRecord) -> bool:
-        """Take the job of a planned head over; return False if it is to be started again."""
+    def _started_job(self, plan: HeadRecord) -> BlobJob | None:
+        """Return the job that was started for a head; None if it is to be made anew."""
         if plan.kind == "calibration":
-            return False
+            return None
         try:
-            job = self._job_of(plan, self._store.members(plan))
+            return self._job_of(plan, self._store.members(plan))
         except BlobLost:
-            return False
-        return self._trainer.resume(job)
+            return None
 
     def _job_of(self, plan: HeadRecord, members: Mapping[str, bytes]) -> BlobJob:
         return job_of(plan, members, self._task, self._store, tensors=self._tensors(self.newest))
@@ -113,10 +114,6 @@ class Schedule:
     def stop(self) -> None:
         """Stop a running training; the next start runs it again."""
         self._trainer.stop()
-        with contextlib.suppress(StateError):  # on a full disk the next start counts the training as failed
-            plan = self.plan
-            if plan is not None and plan.state == "training":
-                self._store.heads.put(replace(plan, state="planned", progress=None))
 
     @property
     def plan(self) -> HeadRecord | None:

@@ -53,7 +53,7 @@ def _status(rows: Rows) -> model.Status:
         counted="images" if served.counts_images else "prototypes",
         quorum=settings.quorum,
         retrain_after=settings.retrain_after,
-        training=rows.planned.progress if rows.planned is not None else None,
+        training=rows.planned.progress if rows.is_running and rows.planned is not None else None,
         failed_training=_failed_training(rows),
         submissions=len(rows.submissions),
         lost_submissions=tuple(store.submissions.lost(task)),

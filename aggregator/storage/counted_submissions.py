@@ -52,10 +52,10 @@ class CountedSubmissions:
         if settings.rounds is None:
             waiting = f"changed > ? AND device NOT IN ({_QUARANTINED})", up_to, self.task
         ((count, first_s),) = self._read("count(*), min(received_s)", *waiting)
-        offset = wanted_devices(version, settings) - 1
-        last = self._read(
-            "received_s", f"{waiting[0]} ORDER BY received_s LIMIT 1 OFFSET {offset}", *waiting[1:]
-        )
+        last, wanted = list[tuple[Any, ...]](), wanted_devices(version, settings)
+        if count >= wanted:
+            in_order = f"{waiting[0]} ORDER BY received_s LIMIT 1 OFFSET {wanted - 1}"
+            last = self._read("received_s", in_order, *waiting[1:])
         outlier_s = missing = None
         if settings.rounds is None and version:
             again = f"changed > ? AND device IN ({_QUARANTINED})", up_to, self.task

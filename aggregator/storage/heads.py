@@ -243,7 +243,7 @@ class Evaluations:
         with change(self._database):
             self._database.write(
                 "INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
-                "ON CONFLICT (task, device, head_version) DO UPDATE SET digest = excluded.digest, "
+                "ON CONFLICT (task, head_version, device) DO UPDATE SET digest = excluded.digest, "
                 "received_s = excluded.received_s, message = excluded.message, "
                 "correct = excluded.correct, images = excluded.images, previous_correct = excluded.previous_correct, "
                 "problem = excluded.problem",

@@ -24,7 +24,7 @@ MIGRATIONS = (
     ) STRICT;
     CREATE INDEX submission_digests ON submissions (digest);
     CREATE INDEX submissions_of_devices ON submissions (device, digest, size_bytes);
-    CREATE INDEX submission_changes ON submissions (task, changed);
+    CREATE INDEX submission_changes ON submissions (task, changed, device, received_s);
     CREATE INDEX submission_rounds ON submissions (task, round);
     CREATE TABLE usage (
         device TEXT PRIMARY KEY, since_s REAL NOT NULL, submissions INTEGER NOT NULL, evaluations INTEGER NOT NULL,
@@ -38,7 +38,7 @@ MIGRATIONS = (
         task BLOB NOT NULL, device TEXT NOT NULL, head_version INTEGER NOT NULL, digest BLOB NOT NULL,
         received_s REAL NOT NULL, message TEXT NOT NULL, correct INTEGER NOT NULL,
         images INTEGER NOT NULL, previous_correct INTEGER, problem TEXT NOT NULL,
-        PRIMARY KEY (task, device, head_version)
+        PRIMARY KEY (task, head_version, device)
     ) STRICT;
     CREATE INDEX evaluation_digests ON evaluations (device, digest);
     CREATE TABLE heads (

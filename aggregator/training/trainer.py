@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from aggregator.job_processes import JobEnded, JobOrder, Jobs
+from aggregator.job_processes import STOPPED_FILE, JobEnded, JobOrder, Jobs
 from aggregator.training.job_program import LOG_FILE
 from aggregator.training.jobs import JOB_FILE, BlobJob, Failure, Job, Result, read_result
 from protocol.errors import ProtofleetError
@@ -64,17 +64,23 @@ class Trainer:
         self.job = job
 
     def resume(self, job: BlobJob) -> bool:
-        """Take a job over that an earlier program has started; return False if nothing is known of its end."""
+        """Take a job over that an earlier program has started; return False if it is to be started again."""
         folder = self._folder / job.name
-        try:
-            if (folder / JOB_FILE).read_bytes() != msgspec.json.encode(job):
-                return False  # of other settings
-            if folder != self._jobs.folder and not self._has_ended(folder):
-                read_result(folder)
-        except (OSError, ProtofleetError):
+        if not _is_in(folder, job):
             return False
+        if folder != self._jobs.folder:
+            try:
+                read_result(folder)
+            except (OSError, ProtofleetError):
+                if _is_stopped(folder) or not self._has_ended(folder):
+                    return False
         self.job = job
         return True
+
+    def has_failed(self, job: BlobJob) -> bool:
+        """Return True if a job that cannot be resumed was killed, and not by this program or its supervisor."""
+        folder = self._folder / job.name
+        return _is_in(folder, job) and not _is_stopped(folder)
 
     def ended(self) -> JobEnded | None:
         """Return the end of a job that has ended while no program took it."""
@@ -107,6 +113,18 @@ class Trainer:
             return None
         job, self.job = self.job, None
         return job, finished(ended)
+
+
+def _is_in(folder: Path, job: BlobJob) -> bool:
+    """Return True if a folder is of exactly this job: with other settings it would have another result."""
+    try:
+        return (folder / JOB_FILE).read_bytes() == msgspec.json.encode(job)
+    except OSError:
+        return False
+
+
+def _is_stopped(folder: Path) -> bool:
+    return (folder / STOPPED_FILE).exists()
 
 
 def start(jobs: Jobs, job: Job, folder: Path, *, blobs: str, timeout_s: float, engine: str = "local") -> None:

@@ -19,7 +19,7 @@ from aggregator.heads.next_head import folder_of, store_head
 from aggregator.heads.operator_commands import forget
 from aggregator.heads.schedule import Schedule
 from aggregator.intake.accepted_submissions import AcceptedSubmissions
-from aggregator.job_processes import JobEnded, JobEvent, JobProgress, JobRunner
+from aggregator.job_processes import STOPPED_FILE, JobEnded, JobEvent, JobProgress, JobRunner
 from aggregator.storage.heads import TrainingProgress
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
@@ -29,7 +29,7 @@ from aggregator.tasks import restoration
 from aggregator.tasks.restoration import heal
 from aggregator.tasks.retention import RETENTION_S
 from aggregator.tasks.task_preparation import Task, prepare_task
-from aggregator.training.jobs import Result, RoundJob
+from aggregator.training.jobs import JOB_FILE, Result, RoundJob
 from aggregator.training.trainer import KILLED, Finished
 from protocol.errors import StateError
 from protocol.wire.codec import digest_of
@@ -77,6 +77,14 @@ def planned(training: Schedule) -> set[str]:
 
 def progress(training: Schedule) -> TrainingProgress | None:
     return None if training.plan is None else training.plan.progress
+
+
+def _kill(training: Schedule) -> None:
+    """Kill the job that runs, as the system does where memory runs out."""
+    runner = training._trainer._jobs
+    assert isinstance(runner, JobRunner)
+    assert runner._child is not None
+    runner._child.kill()
 
 
 def _end(events: Events) -> JobEnded:
@@ -193,7 +201,7 @@ def test_killed_training_is_repeated(training: Schedule, events: Events, task: T
     """After its delay, and by a restarted aggregator, which knows of the failures until there is a head."""
     _take(training, "ab")
     for failures in (1, 2):
-        training._trainer._jobs.stop()
+        _kill(training)
         assert not training.finish(_end(events))
         failed = training.plan
         assert failed is not None
@@ -263,7 +271,6 @@ def test_adapter_that_needs_pytorch_is_logged(
     for name in ("head.onnx", "tensors.bin"):
         (folder_of(store, job) / name).write_bytes(b"made of a and b")
     figures = {"adapter_missing": 1.0}
-    store.heads.put(plan)  # the stop has changed it
     store_head(task, store, plan, job, Result(metrics=figures))
     expected = f'the adapter was not tried head=1 reason="PyTorch is not installed: {INSTALL}"'
     assert expected in caplog.text
@@ -303,22 +310,31 @@ def test_missing_submission_is_requested_at_the_start(training: Schedule, task: 
 
 
 def test_aggregator_killed_during_a_training_counts_as_a_failure(task: Task, store: Store) -> None:
-    """Where memory runs out, the aggregator may be killed with its training; one that is stopped was not."""
-    before = Schedule(task, store, NoJobs())
-    _take(before, "ab")
-    before._trainer.stop()
+    """Where memory runs out, the aggregator may be killed with its training."""
+    _take(Schedule(task, store, NoJobs()), "ab")
     for failures in (1, 2):
-        killed = Schedule(task, store, NoJobs())
-        killed.tick()
-        assert killed.plan is not None
-        assert killed.plan.failures == failures
-        killed._trainer.stop()
-    killed.stop()
-    stopped = Schedule(task, store, NoJobs())
-    stopped.tick()
-    stopped.stop()
-    assert stopped.plan is not None
-    assert stopped.plan.failures == 2
+        assert _restarted(task, store) == failures
+
+
+def test_training_that_was_stopped_or_has_other_settings_has_not_failed(task: Task, store: Store) -> None:
+    _take(Schedule(task, store, NoJobs()), "ab")
+    for name in (STOPPED_FILE, JOB_FILE):
+        _job_file(store).with_name(name).write_text("by the supervisor; before a device was released")
+        assert _restarted(task, store) == 0
+
+
+def _job_file(store: Store) -> Path:
+    (file,) = (store.folder / "training").glob(f"*/{JOB_FILE}")
+    return file
+
+
+def _restarted(task: Task, store: Store) -> int:
+    """Start the aggregator and its training again; return how often that has failed."""
+    after = Schedule(task, store, NoJobs())
+    after.tick()
+    assert after.plan is not None
+    assert after.plan.state == "training"
+    return after.plan.failures
 
 
 def test_failure_that_cannot_be_stored_is_one_of_the_next_start(
@@ -326,7 +342,7 @@ def test_failure_that_cannot_be_stored_is_one_of_the_next_start(
 ) -> None:
     """The program ends, as on a full disk; the next one trains again."""
     _take(training, "ab")
-    training._trainer._jobs.stop()
+    _kill(training)
     failure = _end(events)
     store.database.write("PRAGMA query_only = 1")
     with pytest.raises(StateError):
@@ -368,7 +384,7 @@ def test_interrupted_round_is_closed_again(
     caplog.set_level(logging.INFO)
     before = Schedule(task, store, NoJobs())
     _take(before, "abc")
-    before.stop()
+    _job_file(store).with_name(STOPPED_FILE).touch()
     events: Events = queue.SimpleQueue()
     after = Schedule(task, store, JobRunner(events.put))
     after.tick()
@@ -382,14 +398,12 @@ def test_interrupted_round_is_closed_again(
     assert sorted(store.submissions.all(task.digest)) == ["a", "b", "c"]
 
 
-def test_progress_is_stored_until_the_training_stops(training: Schedule) -> None:
+def test_progress_of_a_training_is_stored(training: Schedule) -> None:
     _take(training, "ab")
     training.store_progress(JobProgress(Path(), {"device": "cpu", "prototypes": 7}))
     assert progress(training) == TrainingProgress(1)
     training.store_progress(JobProgress(Path(), {"epoch": 4, "epochs": 15, "loss": 0.5}))
     assert progress(training) == TrainingProgress(1, epoch=4, epochs=15, loss=0.5)
-    training.stop()
-    assert progress(training) is None
 
 
 def test_refused_submission_is_not_stored(training: Schedule, task: Task, store: Store) -> None:
