@@ -25,7 +25,7 @@ from aggregator.training.jobs import folder_name
 from protocol.children import Child, connect, ending
 from protocol.errors import BackboneMismatch, BlobLost, StateError
 from protocol.log import event
-from protocol.storage.blobstore import file_digest, state_errors, write_atomically
+from protocol.storage.blobstore import deleted_on_failure, file_digest, state_errors, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -101,8 +101,8 @@ class CurrentFiles:
         made, path = self._store.folder / "training" / name, self._store.folder / "model.onnx"
         if not (made / "model.onnx").is_file() or not _is_file(made / "head.onnx", head.file):
             return False
-        link = path.with_name(".model.onnx-link")
-        with state_errors(path):
+        link = path.with_name(".model.onnx-hardlink")  # as the temporary files that a start deletes
+        with state_errors(path), deleted_on_failure(link):
             link.unlink(missing_ok=True)
             try:
                 os.link(made / "model.onnx", link)

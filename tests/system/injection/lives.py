@@ -147,10 +147,17 @@ class Life:
             if self._tracers and self.hangs_in_python():
                 program.kill()
                 program.ended.wait(120)
-            if self.injection and time.monotonic() > lasts_until_s:
+            if self.injection and (time.monotonic() > lasts_until_s or self._has_killed_a_job()):
                 self.detach()
             program.ended.wait(0.05)
         return True
+
+    def _has_killed_a_job(self) -> bool:
+        """Return whether a device's job was killed: the device refuses the task of which the next two die as well."""
+        if self.program != "edge-client" or self.injection is None or self.injection.fault != "SIGKILL":
+            return False
+        self.count_faults()
+        return self.outcome.injected + self.outcome.elsewhere > 0
 
     def run(self, *arguments: str, before_restart: Callable[[], object]) -> None:
         """Run the program with the fault and, if it fails, without."""
