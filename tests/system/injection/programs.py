@@ -172,10 +172,10 @@ class Programs:
     def _check_leftovers(self, life: Life, state: Path) -> None:
         """Compare with the files of a life without a fault, which has to be the first one."""
         expected = self._expected.setdefault(life.program, names_of(state))
-        if life.program == "aggregator run" and leftovers(state, expected):
-            # The program `serve` was started again at once, when another one could still have been writing them.
+        if leftovers(state, expected):  # of a job, or of `serve`, which was started again at once
             life.age_temporary_files()
-            open_store(state, lock=True).close()
+            opened = open_store if life.program == "aggregator run" else DeviceState
+            opened(state, lock=True).close()
         life.check((state / ".gitignore").read_text() == "*\n", "git would not ignore the state")
         life.check(not (left := leftovers(state, expected)), f"left behind: {left}")
 
