@@ -25,6 +25,8 @@ class Settings:
         max_epsilon: privacy budget for all submissions together; None leaves the limit to the task.
         second_operator: public key for which masks are sealed; None refuses masked sums.
         min_devices: submissions in a sum before this device's mask is opened; None leaves the limit to the task.
+        pinned_backbones: digests of the only backbones that are run; empty accepts the task's.
+        variable_time: run backbones whose work depends on images under differential privacy, too.
         backbones: local copies of the task's backbones.
         rescan_s: seconds between scans of the data folder.
     """
@@ -42,6 +44,8 @@ class Settings:
     max_epsilon: float | None = None
     second_operator: bytes | None = None
     min_devices: int | None = None
+    pinned_backbones: tuple[bytes, ...] = ()
+    variable_time: bool = False
     backbones: tuple[Path, ...] = ()
     rescan_s: float = 30.0
     identity: Identity = field(default_factory=Identity)

@@ -25,7 +25,7 @@ COUNT = click.IntRange(min=1)
 CONFIG, _ENROLLMENT = f"{__name__}.config", f"{__name__}.enrollment"
 """Keys of `Context.meta`."""
 
-_PRIVACY = ("max_epsilon", "second_operator", "min_devices")
+_PRIVACY = ("max_epsilon", "second_operator", "min_devices", "pin_backbone", "variable_time")
 """Keys of the table [privacy]."""
 
 
@@ -44,6 +44,13 @@ def _public_key(text: str) -> bytes:
     """Return 32 bytes from 64 hex digits."""
     if re.fullmatch("[0-9A-Fa-f]{64}", text) is None:
         raise click.BadParameter(f"expected a public key, 64 hex digits, got {text!r}")
+    return bytes.fromhex(text)
+
+
+def _digest(text: str) -> bytes:
+    """Return 32 bytes from 64 hex digits."""
+    if re.fullmatch("[0-9A-Fa-f]{64}", text) is None:
+        raise click.BadParameter(f"expected a file's sha256, 64 hex digits, got {text!r}")
     return bytes.fromhex(text)
 
 
@@ -205,6 +212,19 @@ privacy_options = _all_of(
         "--min-devices",
         type=click.IntRange(2, MAX_SUMMED),
         help="Devices in a sum before the second operator may open this device's part  [default: the task's]",
+    ),
+    setting(
+        "--pin-backbone",
+        multiple=True,
+        type=_digest,
+        metavar="HEX",
+        help="Accept only tasks whose backbones have this sha256; may be repeated.",
+    ),
+    setting(
+        "--variable-time",
+        is_flag=True,
+        help="Accept backbones whose work depends on images under differential privacy: the time of uploads can then "
+        "reveal images.",
     ),
 )
 prior_option = setting(

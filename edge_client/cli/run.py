@@ -112,7 +112,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     device_id: str | None, state: Path | None, holdout: float, backbone: tuple[Path, ...], provider: "Provider",
     threads: int | None, batch_size: int, rescan_s: float, aggregator_key: bytes | None,
     enrollment: Path | None, max_epsilon: float | None, second_operator: bytes | None,
-    min_devices: int | None, **access_given: Any,
+    min_devices: int | None, pin_backbone: tuple[bytes, ...], variable_time: bool, **access_given: Any,
 ) -> int:  # fmt: skip
     from edge_client.config import membership
     from edge_client.core.state import Mode, StoredState
@@ -156,6 +156,8 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         max_epsilon=max_epsilon,
         second_operator=second_operator,
         min_devices=min_devices,
+        pinned_backbones=pin_backbone,
+        variable_time=variable_time,
         backbones=backbone,
         rescan_s=rescan_s,
     )

@@ -157,7 +157,8 @@ def main(descriptor: int) -> None:
     # A service manager sends SIGTERM to all processes; the other one decides when this one ends.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = Connection(descriptor)
-    session, _, _ = open_session(connection.recv(), provider="cpu", threads=1)  # a fork has no other thread
+    # A fork has no other thread; denormal numbers take longer, and time would reveal images.
+    session, _, _ = open_session(connection.recv(), provider="cpu", threads=1, flush_denormals=True)
     _unpacked(_packed([np.zeros(1)]))  # imports what each fork would import again
     gc.freeze()
     connection.send_bytes(READY)

@@ -42,13 +42,21 @@ def require_runtime() -> Any:
 
 
 def open_session(
-    file: Path | bytes, *, provider: Provider, threads: int | None, concurrent: bool = False
+    file: Path | bytes,
+    *,
+    provider: Provider,
+    threads: int | None,
+    concurrent: bool = False,
+    flush_denormals: bool = False,
 ) -> tuple[Any, str, str]:
     """Open an ONNX file, given by its path or bytes, on a provider, or on the next best one that works.
 
     `auto` takes CUDA if it works, else the CPU. A run uses `threads` CPU threads; all cores if None. With `concurrent`,
     parts of a batch run at the same time on the CPU, on one thread each. Returns the session, what runs it, such as
     `cpu` or `cuda`, and one line if that is not the best or requested provider.
+
+    With `flush_denormals`, numbers below 1.2e-38 are zero on the CPU: in this thread, if it is the process's first
+    session.
 
     Raises:
         RuntimeMissing: ONNX Runtime is not installed.
@@ -69,7 +77,7 @@ def open_session(
         return session, name, _note(reasons, name)
     note = _note(reasons, "cpu")
     if not concurrent:
-        return _create(runtime, file, [_CPU], threads), "cpu", note
+        return _create(runtime, file, [_CPU], threads, flush_denormals=flush_denormals), "cpu", note
     session = ConcurrentSession(_create(runtime, file, [_CPU], 1), threads=threads or available_cores())
     return session, "cpu", note
 
@@ -114,7 +122,14 @@ def _create_accelerated(
         return session
 
 
-def _create(runtime: Any, file: Path | bytes, providers: Sequence[str], threads: int | None) -> Any:
+def _create(
+    runtime: Any,
+    file: Path | bytes,
+    providers: Sequence[str],
+    threads: int | None,
+    *,
+    flush_denormals: bool = False,
+) -> Any:
     options = runtime.SessionOptions()
     # Errors are raised; ONNX Runtime need not print them as well.
     options.log_severity_level = 4
@@ -126,6 +141,8 @@ def _create(runtime: Any, file: Path | bytes, providers: Sequence[str], threads:
     options.enable_mem_pattern = False
     # No ORT format, which `check_graph` cannot validate.
     options.add_session_config_entry("session.load_model_format", "ONNX")
+    if flush_denormals:
+        options.add_session_config_entry("session.set_denormal_as_zero", "1")
     source = str(file) if isinstance(file, Path) else file
     try:
         session = runtime.InferenceSession(

@@ -70,7 +70,12 @@ def build_submission(workspace: Workspace, build: BuildSubmission) -> Result:
     """
     settings, manifest = workspace.settings, build.manifest
     try:
-        check_task(manifest, max_epsilon=settings.max_epsilon, second_operator=settings.second_operator)
+        check_task(
+            manifest,
+            max_epsilon=settings.max_epsilon,
+            second_operator=settings.second_operator,
+            pinned_backbones=settings.pinned_backbones,
+        )
         if (item := _earlier_submission(workspace, build)) is not None:
             return Result(outcome=Built(item=item))
         if workspace.culprits.suspects and kind_of(manifest).is_grouped:  # else decoded after the charge

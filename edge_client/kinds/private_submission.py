@@ -26,13 +26,15 @@ from edge_client.kinds.image_features import (
 )
 from edge_client.kinds.prepared_submission import Mask, PreparedSubmission
 from edge_client.privacy.noise_key import subkey
-from edge_client.privacy.policy import FAILED, SUBMITTED
+from edge_client.privacy.policy import FAILED, SUBMITTED, VARIABLE_TIME
 from edge_client.privacy.sum_mechanism import NoisySums, noisy_sums
 from edge_client.store.disk_space import DiskAlmostFull
 from edge_client.store.job_folder import Charge
 from edge_client.store.stored_values import ClassReport
 from protocol.errors import BlobLost, GraphRefused, PrivacyFailed, PrivacyRefused
 from protocol.log import event
+from protocol.models.slots import mapped
+from protocol.models.steady_operators import unsteady_operators
 from protocol.statistics.noisy_sums import UNITS, share_of_noise
 from protocol.statistics.public_map import PublicMap, read_map
 from protocol.wire.arrays import to_array, to_tensor
@@ -40,6 +42,11 @@ from protocol.wire.codec import decode, digest_of
 from protocol.wire.messages import MAX_IMAGES, Privacy, Submission, TaskManifest
 
 log = logging.getLogger(__name__)
+
+UNSTEADY = "the work of the backbone depends on images"
+
+MAX_NAMED = 5
+"""Operators that are named."""
 
 
 def make_private_sums(workspace: Workspace, build: BuildSubmission) -> PreparedSubmission:
@@ -54,22 +61,42 @@ def make_private_sums(workspace: Workspace, build: BuildSubmission) -> PreparedS
         ConfigError: the images cannot be found.
         BackboneMismatch: a backbone cannot be used; it has not run on any image.
         GraphRefused: the public map cannot be used; no image was read.
-        PrivacyRefused: the budget is exceeded, the submission was masked before, or any step failed; the text reveals
-            nothing about images.
+        PrivacyRefused: the work of a backbone depends on images, the budget is exceeded, the submission was masked
+            before, or any step failed; the text reveals nothing about images.
         DiskAlmostFull: there is too little space; the release stays charged, and is the same once there is.
         BlobLost: a backbone or the public map was damaged on disk; it is downloaded again.
     """
     manifest = build.manifest
+    warning = _require_steady(workspace, manifest)
     backbones, scan = workspace.backbones(manifest), workspace.find_images(manifest)
     try:
         size = sum(each.metadata.feature_size for each in backbones)
         public = _public_map(workspace, manifest, feature_size=size)
-        return _make(workspace, build, scan, public=public)
+        return replace(_make(workspace, build, scan, public=public), warning=warning)
     except (GraphRefused, PrivacyRefused, DiskAlmostFull, BlobLost):
         raise
     except Exception as error:
         event(log, logging.ERROR, "differential privacy failed", error=f"{type(error).__name__}: {error}")
         raise PrivacyFailed(FAILED) from error
+
+
+def _require_steady(workspace: Workspace, manifest: TaskManifest) -> str:
+    """Return a warning for the owner about backbones whose work depends on images, or an empty text.
+
+    Raises:
+        PrivacyRefused: there is one, and the owner has not allowed it.
+    """
+    warnings = []
+    for blob in manifest.backbones:
+        operators = unsteady_operators(mapped(workspace.store.blobs.verified_path(blob.digest)))
+        if not operators:
+            continue
+        text = ", ".join(operators[:MAX_NAMED])
+        if not workspace.settings.variable_time:
+            event(log, logging.ERROR, UNSTEADY, name=blob.name, operators=text)
+            raise PrivacyRefused(VARIABLE_TIME)
+        warnings.append(f"{UNSTEADY} ({text}), and --variable-time allows it: time can reveal single images")
+    return "; ".join(dict.fromkeys(warnings))
 
 
 def _public_map(workspace: Workspace, manifest: TaskManifest, *, feature_size: int) -> PublicMap:

@@ -1,8 +1,8 @@
 """The choice of images where fewer count than there are: by a keyed hash, never by name, order or time.
 
-Names and times are of other people's making: with "the first n", whoever adds a file decides which image it displaces.
-By a keyed hash, each image's rank depends on its own digest and on the key alone. An image that is added still displaces
-one other where the limit is reached, so the noise has to be that of two images.
+Names and times are of other people's making: with "the first n", whoever adds a file decides which image it
+displaces. By a keyed hash, an image's rank depends on its own digest and on the key alone. An image that is added still
+displaces one other where the limit is reached, so the noise has to be that of two images.
 """
 
 import hmac

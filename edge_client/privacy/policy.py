@@ -1,5 +1,7 @@
 """The privacy settings that a device accepts, and the problems that it reports under differential privacy. Pure."""
 
+from collections.abc import Collection
+
 from msgspec import UNSET
 
 from edge_client.core.state import Kind
@@ -31,6 +33,10 @@ UNSOUND_SUM = (
 TOO_QUIET = "the task asks for so little noise that it is no differential privacy"
 FILTERED_STATISTICS = "the task asks for statistics and filters outliers, which depends on other images"
 LARGE_DELTA = f"the task asks for differential privacy at a delta above {MAX_DELTA}, which is too weak"
+NOT_PINNED = "the task has a backbone that this device's owner has not named: --pin-backbone"
+VARIABLE_TIME = (
+    "the work of a backbone depends on images, which time would reveal: refused; see the device's log"
+)
 NOT_PRIVATE = "the task has no differential privacy, and this device's --max-epsilon requires it"
 BUDGET = "the submission would exceed the privacy budget: nothing new is uploaded; see the device's log"
 SUBMITTED = (
@@ -41,9 +47,9 @@ FAILED = "differential privacy has failed on this device: nothing is uploaded; s
 TASK_PROBLEMS = (
     *(UPLOADS_MORE, BOTH, IN_ROUNDS, FILTERS, LARGE_DELTA, NOT_PRIVATE),
     *(STATISTICS_IN_ROUNDS, NOISY_STATISTICS, FILTERED_STATISTICS),
-    *(PRIVATE_PROTOTYPES, TOO_LARGE, TOO_QUIET, NOT_MASKED, UNNAMED_OPERATOR, UNSOUND_SUM),
+    *(PRIVATE_PROTOTYPES, TOO_LARGE, TOO_QUIET, NOT_MASKED, UNNAMED_OPERATOR, UNSOUND_SUM, NOT_PINNED),
 )
-PUBLIC_PROBLEMS = frozenset({*TASK_PROBLEMS, BUDGET, SUBMITTED, FAILED, LOST})
+PUBLIC_PROBLEMS = frozenset({*TASK_PROBLEMS, VARIABLE_TIME, BUDGET, SUBMITTED, FAILED, LOST})
 """Problems whose texts reveal nothing about any image."""
 
 CANNOT = "this device cannot take part; see its log"
@@ -51,7 +57,11 @@ HEAD_REFUSED = "the head cannot be used on this device; see its log"
 
 
 def check_task(
-    manifest: TaskManifest, *, max_epsilon: float | None = None, second_operator: bytes | None = None
+    manifest: TaskManifest,
+    *,
+    max_epsilon: float | None = None,
+    second_operator: bytes | None = None,
+    pinned_backbones: Collection[bytes] = (),
 ) -> None:
     """Raise PrivacyRefused unless a task's privacy settings can be honored, and satisfy the device's owner."""
     how, program, wanted = manifest.perturbation, manifest.program, manifest.differential_privacy
@@ -59,6 +69,8 @@ def check_task(
     operator = manifest.second_operator
     problems = {
         UPLOADS_MORE: on_prototypes and program is not None and program.uploaded,
+        NOT_PINNED: bool(pinned_backbones)
+        and not {blob.digest for blob in manifest.backbones} <= {*pinned_backbones},
         NOT_PRIVATE: wanted is None and max_epsilon is not None,
         BOTH: wanted is not None and how is not None,
         IN_ROUNDS: wanted is not None and program is not None,

@@ -324,6 +324,8 @@ class Jobs:
                 max_epsilon=settings.max_epsilon,
                 second_operator=settings.second_operator,
                 min_devices=settings.min_devices,
+                pinned_backbones=settings.pinned_backbones,
+                variable_time=settings.variable_time,
             ),
             task=action.task,
             manifest=encode(action.manifest),

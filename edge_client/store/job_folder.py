@@ -46,6 +46,8 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_epsilon: float | None
     second_operator: bytes | None
     min_devices: int | None
+    pinned_backbones: tuple[bytes, ...]
+    variable_time: bool
 
 
 class ListedImage(msgspec.Struct, frozen=True, array_like=True):

@@ -58,12 +58,15 @@ OLDEST_RUNTIME, MAX_OPSET, MAX_IR_VERSION = "1.20", 21, 10
 def check_versions(file: bytes | memoryview) -> None:
     """Raise GraphRefused if the oldest supported ONNX Runtime cannot read an ONNX file that `check_graph` accepts."""
     opset = ir_version = 0
-    for number, value in _fields(memoryview(file)):
+    for number, value in message_fields(memoryview(file)):
         if number == 1 and isinstance(value, int):
             ir_version = value
         if number == 8 and isinstance(value, memoryview):
             opset = max(
-                [opset, *(each for field, each in _fields(value) if field == 2 and isinstance(each, int))]
+                [
+                    opset,
+                    *(each for field, each in message_fields(value) if field == 2 and isinstance(each, int)),
+                ]
             )
     for name, got, limit in (("opset", opset, MAX_OPSET), ("IR version", ir_version, MAX_IR_VERSION)):
         if got > limit:
@@ -90,7 +93,7 @@ def check_graph(
         raise GraphRefused(f"expected a graph of at most {max_bytes} bytes, got {len(file)}")
     properties: dict[str, str] = {}
     seen = tensor_bytes = 0
-    open_messages = [("model", _fields(memoryview(file)))]
+    open_messages = [("model", message_fields(memoryview(file)))]
     while open_messages:
         message, fields = open_messages[-1]
         for number, value in fields:
@@ -106,7 +109,7 @@ def check_graph(
                 properties.update(_own_property(value))
             else:
                 tensor_bytes += _checked_bytes(kind, value, deterministic=deterministic)
-                open_messages.append((kind, _fields(value)))
+                open_messages.append((kind, message_fields(value)))
                 break
         else:
             open_messages.pop()
@@ -129,7 +132,7 @@ def _checked_bytes(kind: str, message: memoryview, *, deterministic: bool) -> in
 def _tensor_bytes(tensor: memoryview) -> int:
     """Return the bytes that a tensor takes in memory, by its dimensions and type."""
     elements, item_bytes = 1, 16
-    for number, value in itertools.islice(_fields(tensor), MAX_FIELDS):
+    for number, value in itertools.islice(message_fields(tensor), MAX_FIELDS):
         if number == 1:
             for length in [value] if isinstance(value, int) else _varints(value):
                 elements = min(elements * length, 2**63)
@@ -145,7 +148,7 @@ def _varints(data: memoryview) -> Iterator[int]:
         yield value
 
 
-def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+def message_fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
     """Yield each field's number and value, an integer or bytes, of a protobuf message."""
     at = 0
     while at < len(data):
@@ -175,7 +178,7 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def _check_domain(value: memoryview) -> None:
-    domain = _text(value)
+    domain = text_of(value)
     if domain not in {"", "ai.onnx"}:
         raise GraphRefused(f"expected ONNX's own operators alone, got some of {domain[:100]!r}")
 
@@ -183,10 +186,10 @@ def _check_domain(value: memoryview) -> None:
 def _check_deterministic(node: memoryview) -> None:
     fields = [
         (number, value)
-        for number, value in itertools.islice(_fields(node), MAX_FIELDS)
+        for number, value in itertools.islice(message_fields(node), MAX_FIELDS)
         if number in (_OPERATOR, _INPUT)
     ]
-    operators = {_text(value) for number, value in fields if number == _OPERATOR}
+    operators = {text_of(value) for number, value in fields if number == _OPERATOR}
     inputs = sum(number == _INPUT for number, _ in fields)
     random = operators & (RANDOM | ({"Dropout"} if inputs >= _TRAINING_MODE_INPUTS else set()))
     if random:
@@ -195,12 +198,12 @@ def _check_deterministic(node: memoryview) -> None:
 
 def _own_property(value: memoryview) -> dict[str, str]:
     """Return an entry's property if it is protofleet's."""
-    fields = list(itertools.islice(_fields(value), MAX_ENTRY_FIELDS + 1))
+    fields = list(itertools.islice(message_fields(value), MAX_ENTRY_FIELDS + 1))
     if len(fields) > MAX_ENTRY_FIELDS:
         raise GraphRefused(f"expected properties of at most {MAX_ENTRY_FIELDS} fields, got one of more")
     entry = dict(fields)
-    return {PROPERTY: _text(entry.get(2))} if _text(entry.get(1)) == PROPERTY else {}
+    return {PROPERTY: text_of(entry.get(2))} if text_of(entry.get(1)) == PROPERTY else {}
 
 
-def _text(value: int | memoryview | None) -> str:
+def text_of(value: int | memoryview | None) -> str:
     return bytes(value).decode(errors="replace") if isinstance(value, memoryview) else ""

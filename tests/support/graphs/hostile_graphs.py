@@ -62,6 +62,17 @@ def never_ends_on_white() -> bytes:
     return extended(IS_WHITE + text, many=np.array(2**62), go_on=np.array(True))
 
 
+def loops_on_white() -> bytes:
+    """Repeat a short computation 20 times if an image in the batch is all white, and not at all otherwise."""
+    text = """
+        index = Cast<to = 7>(is_white)
+        times = Mul(index, many)
+        feature = Loop<body = repeat (int64 number, bool again, float[n, 16] value)
+            => (bool still, float[n, 16] same) { still = Identity(again) same = Identity(value) }>(times, go_on, plain)
+    """
+    return extended(IS_WHITE + text, many=np.array(20), go_on=np.array(True))
+
+
 def always_fails() -> bytes:
     """Open, and fail on every image."""
     text = "factor = Gather(only, beyond) feature = Mul(plain, factor)"

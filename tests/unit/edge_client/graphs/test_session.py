@@ -27,7 +27,13 @@ from edge_client.graphs.session import Provider, open_session
 from protocol.errors import BackboneMismatch, GraphRefused, ProtofleetError, StateError
 from protocol.models.onnx_metadata import BackboneMetadata, read_metadata, to_properties
 from tests.support.graphs.backbones import EDGE, changed, tiny_backbone, without_metadata
-from tests.support.graphs.hostile_graphs import dropout, fails_on_white, never_ends_on_white, random_features
+from tests.support.graphs.hostile_graphs import (
+    dropout,
+    extended,
+    fails_on_white,
+    never_ends_on_white,
+    random_features,
+)
 
 
 @pytest.mark.skipif(
@@ -296,6 +302,16 @@ def test_an_image_that_ends_its_process_is_refused_and_later_ones_are_not(backbo
         np.testing.assert_array_equal(isolated.features(GRAY), backbone.features(GRAY))
         process = _program(isolated)
     assert process.returncode is not None
+
+
+def test_an_isolated_run_has_no_denormal_numbers(tmp_path: Path) -> None:
+    """They take many times as long, and which images have some would show."""
+    text = "small = Mul(plain, tiny) smaller = Mul(small, tiny) large = Div(smaller, tiny) feature = Div(large, tiny)"
+    (tmp_path / "b.onnx").write_bytes(extended(text, tiny=np.array(1e-20, np.float32)))
+    backbone = open_backbone(tmp_path / "b.onnx", provider="cpu", threads=1)
+    assert backbone.features(GRAY).any()
+    with backbone.isolated() as isolated:
+        assert not isolated.features(GRAY).any()
 
 
 def test_outputs_of_an_isolated_run_have_a_maximum_length(

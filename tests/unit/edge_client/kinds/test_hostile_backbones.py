@@ -15,7 +15,7 @@ from edge_client.graphs.backbone import Backbone, open_backbone
 from edge_client.kinds import image_features
 from edge_client.kinds.image_features import Workspace
 from edge_client.privacy import sum_mechanism
-from edge_client.privacy.policy import BUDGET
+from edge_client.privacy.policy import BUDGET, NOT_PINNED, VARIABLE_TIME, public_problem
 from edge_client.store.stored_values import PrivacySpent, SubmissionReport
 from protocol.errors import BackboneMismatch
 from protocol.statistics.integer_rows import MAX_VALUE
@@ -25,7 +25,12 @@ from protocol.wire.codec import digest_of
 from protocol.wire.messages import BlobRef, Submission
 from tests.support.devices.worker_benches import PrivateBench, without_privacy
 from tests.support.graphs.backbones import tiny_backbone
-from tests.support.graphs.hostile_graphs import fails_on_white, flips_on_white, remembers_white
+from tests.support.graphs.hostile_graphs import (
+    fails_on_white,
+    flips_on_white,
+    loops_on_white,
+    remembers_white,
+)
 
 
 def _bench(
@@ -126,6 +131,35 @@ def test_a_failure_on_an_image_is_charged_and_answered_alike(tmp_path: Path, eps
             assert bench.read(built.item).privacy is not None
     assert answers[0] == answers[1]
     assert answers[0][0] == ("" if epsilon is None else BUDGET)
+
+
+def test_a_backbone_whose_work_depends_on_images_is_refused_and_not_charged(tmp_path: Path) -> None:
+    """The owner may allow it, and `status` then says what that gives up; a task without privacy may have it."""
+    bench = _bench(tmp_path, loops_on_white(), with_image=True)
+    assert bench.refused() == VARIABLE_TIME
+    assert public_problem(VARIABLE_TIME, bounded=True) == VARIABLE_TIME
+    assert bench.store.ledger.releases() == ()
+    bench.settings = replace(bench.settings, variable_time=True)
+    bench.restart()
+    assert bench.upload().privacy is not None
+    warning = bench.store.get(SubmissionReport).warning
+    assert "(Loop), and --variable-time allows it" in warning
+    bench.settings = replace(bench.settings, variable_time=False)
+    bench.manifest = without_privacy(bench.manifest)
+    bench.restart()
+    assert bench.build().item is not None
+
+
+def test_an_owner_names_the_backbones(tmp_path: Path) -> None:
+    """Another one does not run."""
+    bench = _bench(tmp_path, tiny_backbone(), with_image=True)
+    named = bench.manifest.backbones[0].digest
+    bench.settings = replace(bench.settings, pinned_backbones=(bytes(32),))
+    bench.restart()
+    assert bench.refused() == NOT_PINNED
+    bench.settings = replace(bench.settings, pinned_backbones=(bytes(32), named))
+    bench.restart()
+    assert bench.build().item is not None
 
 
 def test_a_backbone_that_fails_at_some_starts_causes_no_second_release(
