@@ -35,6 +35,12 @@ def _is_gone(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
+def _programs(service: int) -> list[psutil.Process]:
+    """Return the programs of a service, without its jobs."""
+    children = psutil.Process(service).children()
+    return [each for each in children if "edge_client.service.programs" in each.cmdline()]
+
+
 def test_one_service_takes_part_serves_and_watches(fleet: Fleet, tmp_path: Path) -> None:
     """Its programs wait for the first head, and end with the service, also when that is killed."""
     data, camera, http_address = (
@@ -54,10 +60,9 @@ def test_one_service_takes_part_serves_and_watches(fleet: Fleet, tmp_path: Path)
             *("--data", data, "--state", fleet.device_state(DEVICE), "--device-id", DEVICE),
             environment=environment,
         )
-        parent = psutil.Process(process.pid)
         fleet.wait_until("an answer of serve", lambda: _status(http_address))
-        fleet.wait_until("both programs", lambda: len(parent.children()) == 2)
-        return list[psutil.Process](parent.children())
+        fleet.wait_until("both programs", lambda: len(_programs(process.pid)) == 2)
+        return _programs(process.pid)
 
     programs = start()
     assert _status(http_address) == 503

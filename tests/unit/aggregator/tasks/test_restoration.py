@@ -60,8 +60,7 @@ def _shown(store: Store) -> set[str]:
     return set((store.facts.get(LostFiles) or LostFiles(())).digests)
 
 
-@pytest.mark.parametrize("fault", ["missing", "wrong"])
-@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize(("fault", "copies"), [("missing", True), ("wrong", False)])
 def test_damaged_blob_is_written_again_at_the_start(
     task: Task, store: Store, remote: ObjectStore, fault: str, *, copies: bool
 ) -> None:
