@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from aggregator.intake import intake_status
+from aggregator.storage import stop_reason
 from protocol.log import event
 from protocol.service_manager import ServiceManager
 
@@ -32,7 +32,7 @@ class Standby:
         """Log once that another aggregator leads; raises ConfigError as `check` does."""
         if leader != self._leader:
             self._leader = leader
-            intake_status.create(self._state)  # that of an earlier lead is over
+            stop_reason.create(self._state)  # that of an earlier lead is over
             event(log, logging.INFO, "standby: another aggregator leads the fleet", leader=leader)
             self._manager.ready()
         self._manager.alive()

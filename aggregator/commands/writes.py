@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from aggregator.commands.arguments import DeviceArguments, HeadArguments, NoArguments
-from aggregator.heads.operator_commands import forget, make_current, release
+from aggregator.commands.operator_commands import forget, make_current, release
 from aggregator.security import device_keys
 from aggregator.storage.store import Store
 from protocol.errors import ConfigError

@@ -16,6 +16,7 @@ from aggregator.coordination.collection import Collection as OpenCollection
 from aggregator.coordination.collection import Plan, decide, wanted_devices
 from aggregator.heads.calibration import Calibration
 from aggregator.heads.head_rate import log_limit, wait_s
+from aggregator.heads.lost_submissions import LostSubmissions
 from aggregator.heads.next_head import job_of, log_head, store_head
 from aggregator.heads.open_collection import open_collection
 from aggregator.job_processes import JobEnded, JobProgress, Jobs
@@ -23,7 +24,7 @@ from aggregator.storage.heads import HeadKind, HeadRecord, TrainingProgress
 from aggregator.storage.store import Store
 from aggregator.sums.second_operator import sums_for
 from aggregator.tasks.manifests import round_manifest
-from aggregator.tasks.restoration import LostSubmissions, report_damage
+from aggregator.tasks.restoration import report_damage
 from aggregator.tasks.retention import Retention, delete_carried_submissions
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import BlobJob

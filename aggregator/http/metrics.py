@@ -1,4 +1,7 @@
-"""Metrics for Prometheus, from a snapshot. No label has a device's name: devices can be many and make up names."""
+"""Metrics for Prometheus, from a snapshot. A new one is the annotation `Metric` of a field in `status/model.py`.
+
+No label has a device's name: devices can be many and make up names.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -9,7 +12,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.metrics_core import Metric as Family
 
 from aggregator.http.snapshots import Snapshot
-from aggregator.status.figures import Metric, metrics_of
+from aggregator.status.annotations import Metric, metrics_of
 from aggregator.status.model import Status
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4

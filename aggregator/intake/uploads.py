@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from aggregator.intake import intake_status
 from aggregator.intake.open_uploads import OpenUploads
 from aggregator.intake.validation import Refused
+from aggregator.storage import stop_reason
 from aggregator.storage.store import Store
 from protocol.errors import StateError, ThreadFailed
 from protocol.log import event
@@ -71,7 +71,7 @@ class Uploads:
         """The last search for damage; at first one that was never started."""
         self._open = self._begin()
         self._require_room()
-        intake_status.create(store.folder)
+        stop_reason.create(store.folder)
 
     def _begin(self) -> OpenUploads:
         """Delete the files of unfinished uploads: devices send again what has no receipt."""

@@ -116,13 +116,13 @@ def wait_for_folder(state: Path) -> None:
 @contextlib.contextmanager
 def reason_kept(state: Path) -> Iterator[None]:
     """Leave the reason of a failure where `aggregator status` reads it, also on a full disk."""
-    from aggregator.intake import intake_status
+    from aggregator.storage import stop_reason
 
     try:
         yield
     except ProtofleetError as error:
         with contextlib.suppress(StateError):
-            intake_status.write(state, intake_status.IntakeStatus(time.time(), str(error)))
+            stop_reason.write(state, stop_reason.StopReason(time.time(), str(error)))
         raise
 
 

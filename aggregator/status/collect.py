@@ -7,7 +7,6 @@ from msgspec.structs import replace
 
 from aggregator.coordination import canary_rollout, round_state
 from aggregator.coordination.collection import closes_at_s, wanted_devices
-from aggregator.intake import intake_status
 from aggregator.status import model
 from aggregator.status.attention import attention_of
 from aggregator.status.devices import devices_of
@@ -15,6 +14,7 @@ from aggregator.status.forecast import Forecast, forecasts
 from aggregator.status.heads import NO_RESULT, Head, heads_of
 from aggregator.status.privacy import privacy_of, second_operator_of
 from aggregator.status.rows import Rows, read_rows
+from aggregator.storage import stop_reason
 from aggregator.storage.devices import counts
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import LostFiles, SigningKey, TaskPreparation
@@ -40,7 +40,7 @@ def _status(rows: Rows) -> model.Status:
         attention=(),
         running=rows.is_running,
         leader=store.database.leader(),
-        intake=intake_status.read(store.folder, is_running=rows.is_running),
+        intake=stop_reason.read(store.folder, is_running=rows.is_running),
         aggregator_key=key.public,
         root_key=key.root,
         duplicate=store.facts.get(Duplicate),

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import UNSET, Meta
 
-from aggregator.status.figures import Line, Metric, greatest, number, total
+from aggregator.status.annotations import Line, Metric, greatest, number, total
 from aggregator.status.heads import Accuracy, accuracy_of, totals_of
 from aggregator.status.rows import Rows
 from aggregator.storage.devices import UnixSeconds, refusal_reason

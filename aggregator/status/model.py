@@ -1,7 +1,8 @@
 """The status: each figure once, with its description, and with its metrics or its line where it has any.
 
 `aggregator status` and `docs/status.schema.json`, the HTTP API and `/metrics` are made from it. A new figure is a field
-here or in the struct of its part, and an argument where the struct is made, in `collect.py` or beside it.
+here or in the struct of its part, and an argument where the struct is made, in `collect.py` or beside it. A time is a
+timestamp, never an age: a snapshot is kept until something changes.
 """
 
 import time
@@ -12,14 +13,14 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from aggregator.intake.intake_status import IntakeStatus
+from aggregator.status.annotations import Line, Metric, number, total
 from aggregator.status.devices import Device
-from aggregator.status.figures import Line, Metric, number, total
 from aggregator.status.forecast import Forecast
 from aggregator.status.heads import Head, of_current, of_newest
 from aggregator.status.privacy import NEARLY, Privacy, Sums
 from aggregator.storage.devices import ForgottenDevice, QuarantinedDevice, Refusal, UnixSeconds
 from aggregator.storage.heads import TrainingProgress
+from aggregator.storage.stop_reason import StopReason
 from aggregator.storage.submissions import LostSubmission
 from protocol.wire.presence import Duplicate
 
@@ -165,7 +166,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ]
     intake: Annotated[
-        IntakeStatus,
+        StopReason,
         Metric(
             "intake_stopped", "1 if uploads cannot be stored.", lambda intake: intake.stopped_s is not None
         ),

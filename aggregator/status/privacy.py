@@ -6,8 +6,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from aggregator.status.annotations import Metric
 from aggregator.status.devices import Device
-from aggregator.status.figures import Metric
 from aggregator.status.rows import Rows
 from aggregator.storage.devices import UnixSeconds
 from aggregator.sums.stored_lists import devices_of, sums_of

@@ -10,9 +10,9 @@ from rich.table import Table
 
 from aggregator.coordination.canary_comparison import canaries
 from aggregator.coordination.minimums import FEW_IMAGES, FEW_PROTOTYPES
+from aggregator.status.annotations import lines_of
 from aggregator.status.attention import names
 from aggregator.status.devices import Device
-from aggregator.status.figures import lines_of
 from aggregator.status.forecast import Forecast
 from aggregator.status.heads import Confusion, Head
 from aggregator.status.model import Candidate, Enrollment, Round, Status

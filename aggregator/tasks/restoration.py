@@ -1,13 +1,10 @@
-"""Files that are missing or damaged: a start writes them again if it can.
-
-A submission that the disk has lost counts no longer, and its device is asked for it again.
-"""
+"""Files that are missing or damaged: a start writes them again if it can."""
 
 import contextlib
 import logging
 import queue
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from aggregator.storage.blobs import Blobs
@@ -19,7 +16,6 @@ from protocol.errors import BlobLost, StateError, ThreadFailed
 from protocol.log import event
 from protocol.storage.blobstore import file_digest
 from protocol.threads import start_thread
-from protocol.wire.messages import Receipt
 
 log = logging.getLogger(__name__)
 
@@ -133,42 +129,3 @@ class VerifiedFiles:
                 self._on_event(Verified(digest, error))
             else:
                 self._on_event(Verified(digest))
-
-
-REQUEST_S = 30.0
-"""Seconds between requests: a device may be offline."""
-
-
-class LostSubmissions:
-    """The lost submissions of a task."""
-
-    def __init__(self, task: Task, store: Store) -> None:
-        self._task = task.digest
-        self._store = store
-        self._request_s = 0.0
-
-    def remove(self, lost: Mapping[str, bytes]) -> None:
-        """Delete submissions whose blobs are missing or damaged; raises StateError."""
-        if not lost:
-            return
-        with self._store.transaction():
-            for device, digest in lost.items():
-                stored = self._store.submissions.get(self._task, device)
-                if stored is not None and stored.entry.digest == digest:
-                    self._store.submissions.delete(device, self._task)
-                    self._store.submissions.add_lost(self._task, device, digest, now_s=time.time())
-        for device, digest in lost.items():
-            text = "submission lost from disk, requesting it again: check the disk"
-            event(log, logging.ERROR, text, device=device, digest=digest)
-        self._request_s = 0.0
-
-    def requests(self) -> list[tuple[str, Receipt]]:
-        """Return the devices to ask now, and what to send them: a device answers with the query of an upload."""
-        now_s = time.monotonic()
-        if now_s < self._request_s:
-            return []
-        self._request_s = now_s + REQUEST_S
-        return [
-            (each.device, Receipt(digest=bytes.fromhex(each.sha256), status="missing"))
-            for each in self._store.submissions.lost(self._task)
-        ]

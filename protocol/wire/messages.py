@@ -108,7 +108,7 @@ Reason = Literal[
     "rate_limited",  # a `get` for a blob downloaded too often lately; the device requests it again later
     "quota",  # a quota of the task file is used up (devices, bytes, uploads an hour); the device retries later
 ]
-"""Why a message was refused."""
+"""Why a message was refused: `malformed` for a value out of its field's bounds, before anything else is validated."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):

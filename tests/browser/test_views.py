@@ -11,10 +11,10 @@ from aggregator.algorithms.fpl import FPL
 from aggregator.config.limits import Limits
 from aggregator.config.schema import Rounds
 from aggregator.coordination.rollout_state import State, Trial
-from aggregator.intake import intake_status
-from aggregator.intake.intake_status import IntakeStatus
+from aggregator.storage import stop_reason
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.heads import TrainingProgress
+from aggregator.storage.stop_reason import StopReason
 from aggregator.storage.stored_values import LostFiles
 from aggregator.sums.stored_lists import put_sums, sums_of
 from protocol.wire.messages import BlobRef
@@ -65,8 +65,8 @@ def test_everything_that_needs_an_operator_is_at_the_top(open_page: OpenPage, tm
         served = store.served_task()
         store.facts.put(replace(served, limits=Limits(max_devices=1)))
         store.keys.pin("a", bytes(32), now_s=now_s)
-        intake_status.create(tmp_path)
-        intake_status.write(tmp_path, IntakeStatus(now_s, "no space left on the disk: free space"))
+        stop_reason.create(tmp_path)
+        stop_reason.write(tmp_path, StopReason(now_s, "no space left on the disk: free space"))
         store.facts.put(Duplicate(instance="aa", epoch=1, address="other/192.0.2.1", seen_s=now_s))
         store.facts.put(LostFiles(("ab" * 32,)))
         plan_head(

@@ -16,6 +16,7 @@ from msgspec import structs
 from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.cli import cli
+from aggregator.commands.operator_commands import forget, make_current
 from aggregator.config.limits import Limits
 from aggregator.config.schema import Robust
 from aggregator.coordination.bounds import FLEET_SHARE
@@ -28,7 +29,6 @@ from aggregator.heads import rollout
 from aggregator.heads.calibration import RETRY_S, pooled
 from aggregator.heads.head_rate import limited_until_s
 from aggregator.heads.next_head import folder_of, store_head
-from aggregator.heads.operator_commands import forget, make_current
 from aggregator.heads.rollout import Rollout
 from aggregator.heads.schedule import Schedule
 from aggregator.security.device_keys import revoke_key

@@ -8,10 +8,10 @@ from unittest.mock import patch
 
 import pytest
 
+from aggregator.commands.operator_commands import forget, make_current
 from aggregator.config.task_file import load_task
 from aggregator.coordination.round_state import Entry
 from aggregator.heads import rollout
-from aggregator.heads.operator_commands import forget, make_current
 from aggregator.heads.rollout import Rollout
 from aggregator.heads.schedule import Schedule
 from aggregator.job_processes import JobProgress

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from aggregator.commands.operator_commands import forget, make_current, release
 from aggregator.config.limits import Limits
 from aggregator.config.task_file import load_task
 from aggregator.coordination.round_state import DeviceDecisions, Entry, Settings
 from aggregator.heads import rollout
 from aggregator.heads.head_rate import limited_until_s
 from aggregator.heads.next_head import folder_of, update_quarantine
-from aggregator.heads.operator_commands import forget, make_current, release
 from aggregator.heads.rollout import Rollout
 from aggregator.heads.schedule import Schedule
 from aggregator.intake.validation import Prototypes

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from aggregator.commands.operator_commands import make_current
 from aggregator.config.limits import Limits
 from aggregator.config.task_file import load_task
 from aggregator.coordination.rollout_state import Settings, State
 from aggregator.heads import current_files, rollout
-from aggregator.heads.operator_commands import make_current
 from aggregator.heads.rollout import Rollout
 from aggregator.status import model
 from aggregator.status.collect import collect_status

@@ -11,12 +11,12 @@ from unittest.mock import patch
 import pytest
 from msgspec import structs
 
+from aggregator.commands.operator_commands import forget
 from aggregator.config.task_file import load_task
 from aggregator.config.training_packages import INSTALL
 from aggregator.coordination import round_state
 from aggregator.heads import schedule
 from aggregator.heads.next_head import folder_of, store_head
-from aggregator.heads.operator_commands import forget
 from aggregator.heads.schedule import Schedule
 from aggregator.intake.accepted_submissions import AcceptedSubmissions
 from aggregator.job_processes import STOPPED_FILE, JobEnded, JobEvent, JobProgress, JobRunner

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from aggregator.intake import intake_status
-from aggregator.intake.intake_status import IntakeStatus
 from aggregator.status.attention import attention_of
 from aggregator.status.forecast import Forecast, gain
+from aggregator.storage import stop_reason
+from aggregator.storage.stop_reason import StopReason
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import LostFiles
 from protocol.wire.messages import Evaluation
@@ -30,8 +30,8 @@ def test_aggregator_that_does_not_run_needs_an_operator(busy: Store) -> None:
 
 def test_errors_are_before_warnings(busy: Store, tmp_path: Path) -> None:
     """The terminal and the page show the same."""
-    intake_status.create(tmp_path)
-    intake_status.write(tmp_path, IntakeStatus(100.0, "the disk is full"))
+    stop_reason.create(tmp_path)
+    stop_reason.write(tmp_path, StopReason(100.0, "the disk is full"))
     busy.facts.put(LostFiles(("ab" * 32,)))
     busy.submissions.add_lost(TASK, "c", b"digest", now_s=1.0)
     busy.quarantine.add(TASK, "a", reason="far", now_s=2.0)

@@ -18,14 +18,14 @@ from aggregator.config.training_packages import INSTALL
 from aggregator.coordination.rollout_state import State, Trial
 from aggregator.http.metrics import metrics_text
 from aggregator.http.snapshots import read_snapshot
-from aggregator.intake import intake_status
-from aggregator.intake.intake_status import IntakeStatus
 from aggregator.status import model
 from aggregator.status.collect import collect_status
 from aggregator.status.heads import ClassResult, Confusion, DeviceSpread, HeldOut
+from aggregator.storage import stop_reason
 from aggregator.storage.devices import ForgottenDevice, Refusal
 from aggregator.storage.heads import TrainingProgress
 from aggregator.storage.open_store import open_store
+from aggregator.storage.stop_reason import StopReason
 from aggregator.storage.store import Store
 from aggregator.storage.usage import FLEET, Usage
 from aggregator.sums.stored_lists import put_sums, sums_of
@@ -288,11 +288,11 @@ def test_running_training(started: Store, progress: TrainingProgress, text: str)
 
 
 def test_stopped_intake(started: Store, tmp_path: Path) -> None:
-    intake_status.create(tmp_path)
-    assert collected(started).intake == IntakeStatus()
+    stop_reason.create(tmp_path)
+    assert collected(started).intake == StopReason()
     assert "intake" not in rendered(collected(started))
-    intake_status.write(tmp_path, IntakeStatus(100.0, "the disk is [full]"))
-    assert collected(started).intake == IntakeStatus(100.0, "the disk is [full]")
+    stop_reason.write(tmp_path, StopReason(100.0, "the disk is [full]"))
+    assert collected(started).intake == StopReason(100.0, "the disk is [full]")
     text = rendered(collected(started))
     assert "intake stopped since 1970-01-01" in text
     assert ": the disk is [full]" in text
@@ -302,7 +302,7 @@ def test_intake_on_a_filesystem_that_has_become_read_only(
     started: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The running aggregator cannot write that its intake has stopped; a backup is no running aggregator."""
-    intake_status.create(tmp_path)
+    stop_reason.create(tmp_path)
     for file in tmp_path.iterdir():
         os.utime(file, (200.0, 200.0))
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
@@ -310,7 +310,7 @@ def test_intake_on_a_filesystem_that_has_become_read_only(
     assert found.stopped_s == 200.0
     assert "the filesystem is read-only" in found.reason
     started.close()
-    assert collected(open_store(tmp_path, read_only=True)).intake == IntakeStatus()
+    assert collected(open_store(tmp_path, read_only=True)).intake == StopReason()
 
 
 def test_heads_and_the_devices_that_use_them(busy: Store) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
-from aggregator.heads.operator_commands import forget
+from aggregator.commands.operator_commands import forget
 from aggregator.heads.schedule import Schedule
 from aggregator.job_processes import JobEnded, JobOrder
 from aggregator.storage.devices import REVOKED

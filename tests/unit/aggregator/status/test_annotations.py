@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from aggregator.http.metrics import metrics_text
 from aggregator.http.snapshots import read_snapshot
-from aggregator.status.figures import Line, Metric, greatest, lines_of, metrics_of, number, total
+from aggregator.status.annotations import Line, Metric, greatest, lines_of, metrics_of, number, total
 from tests.unit.aggregator.status.stores import busy_store
 
 
