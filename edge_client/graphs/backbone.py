@@ -34,8 +34,16 @@ class Backbone:
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator["Backbone"]:
-        """Yield the backbone with runs that have a process of their own each, on the CPU."""
-        with self.model.isolated() as model:
+        """Yield the backbone with runs that have a process of their own each, on the CPU.
+
+        Each takes as long as the backbone may take on one image, by its time on images of random pixels.
+
+        Raises:
+            GraphRefused: it fails on those.
+        """
+        spec = self.metadata.preprocessing
+        pixels = np.random.default_rng(0).integers(0, 256, (1, spec.height, spec.width, 3), np.uint8)
+        with self.model.isolated({"image": pixels}) as model:
             yield replace(self, model=model)
 
     def features(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:

@@ -5,17 +5,22 @@ without values), and a graph can compute with what is there: images and keys, in
 program started here loads a graph and forks a process for each run. It reads neither inputs nor outputs: a run has a
 connection of its own to the device program. So all runs begin alike, also those after one that failed or was killed:
 another start of the program would have other addresses, and a graph can compute with those as well.
+
+Every run of a backbone has the same budget of time, which comes from images that are nobody's. One that needs more is
+ended: the time of all runs together has a bound that no image moves, and no image takes the time of another one.
 """
 
 import contextlib
 import gc
 import io
 import json
+import math
 import os
 import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import recv_handle, send_handle
@@ -37,6 +42,15 @@ MAX_OUTPUT_BYTES = 2**26
 
 READY = DONE = b"."
 
+BUDGET_FACTOR, WALL_FACTOR = 10, 4
+"""A run may take ten times the processor time of the slowest sample, and four times that by the clock."""
+
+MIN_BUDGET_S = 0.5
+"""Seconds of the CPU that every run may take: less is in the noise of a busy machine."""
+
+SAMPLES = 3
+"""Runs on samples."""
+
 
 class IsolatedSession:
     """Runs a graph that was validated, on the CPU; `file` is its path or its bytes."""
@@ -45,6 +59,14 @@ class IsolatedSession:
         self._file = file
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self._budget_s: float | None = None
+        self._used_s = 0.0
+        """Processor time of the last run; infinite if it was more than the budget."""
+
+    @property
+    def slot_s(self) -> float:
+        """Seconds that a run takes at most; infinite without a budget."""
+        return math.inf if self._budget_s is None else WALL_FACTOR * self._budget_s
 
     def start(self, options: Any) -> None:
         """Start the program that forks; `options.terminate` ends that.
@@ -73,6 +95,14 @@ class IsolatedSession:
                 raise
             raise StateError(f"the process that runs a graph cannot be started: {error}") from error
 
+    def set_budget(self, names: Sequence[str], feeds: Mapping[str, NDArray[Any]], options: Any) -> None:
+        """Set the time that a run may take by the time of runs on samples; the errors are those of `run`."""
+        self._budget_s, used = None, []
+        for _ in range(SAMPLES):
+            self.run(names, feeds, options)
+            used.append(self._used_s)
+        self._budget_s = max(MIN_BUDGET_S, BUDGET_FACTOR * max(used))
+
     def run(
         self, names: Sequence[str], feeds: Mapping[str, NDArray[Any]], options: Any
     ) -> list[NDArray[Any]]:
@@ -80,7 +110,7 @@ class IsolatedSession:
 
         Raises:
             RuntimeError: it fails, or has ended its process.
-            TimeoutError: it was ended.
+            TimeoutError: it was ended, or takes more than its budget.
             StateError: the program that forks has ended.
         """
         connection = self._connection
@@ -93,13 +123,18 @@ class IsolatedSession:
                     send_handle(connection, there.fileno(), self._process.pid)
                     process = int(connection.recv_bytes(maxlength=20))
                 try:
-                    return _outputs(here, names, feeds, options)
+                    return self._outputs(here, names, feeds, options)
                 finally:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process, signal.SIGKILL)  # a zombie at the most: it is reaped after `DONE`
                     connection.send_bytes(DONE)
+                    self._used_s = float(connection.recv_bytes(maxlength=40))
         except TimeoutError:
             raise
+        except RuntimeError as error:
+            if math.isfinite(self._used_s):
+                raise
+            raise TimeoutError(f"it takes more than {self._budget_s:.2g} s of the processor") from error
         except (EOFError, OSError) as error:
             self.close()
             raise StateError("the process that runs a graph has ended: try again") from error
@@ -113,26 +148,26 @@ class IsolatedSession:
             process.kill()
             process.wait()
 
+    def _outputs(
+        self, run: Connection, names: Sequence[str], feeds: Mapping[str, NDArray[Any]], options: Any
+    ) -> list[NDArray[Any]]:
+        ends = np.array(json.dumps([list(names), list(feeds), self._budget_s or MAX_RUN_S]))
+        try:
+            run.send_bytes(_packed([ends, *feeds.values()]))
+            return _unpacked(_answer(run, options, limit_s=self.slot_s))
+        except TimeoutError:
+            raise
+        except (EOFError, OSError) as error:
+            raise RuntimeError(
+                f"it fails, ends its process, or gives more than {MAX_OUTPUT_BYTES} bytes"
+            ) from error
 
-def _outputs(
-    run: Connection, names: Sequence[str], feeds: Mapping[str, NDArray[Any]], options: Any
-) -> list[NDArray[Any]]:
-    ends = np.array(json.dumps([list(names), list(feeds)]))
-    try:
-        run.send_bytes(_packed([ends, *feeds.values()]))
-        return _unpacked(_answer(run, options))
-    except TimeoutError:
-        raise
-    except (EOFError, OSError) as error:
-        raise RuntimeError(
-            f"it fails, ends its process, or gives more than {MAX_OUTPUT_BYTES} bytes"
-        ) from error
 
-
-def _answer(connection: Connection, options: Any) -> bytes:
-    """Wait for an answer; raises TimeoutError if `options.terminate` comes first."""
-    while not connection.poll(POLL_S):
-        if options.terminate:
+def _answer(connection: Connection, options: Any, *, limit_s: float = math.inf) -> bytes:
+    """Wait for an answer; raises TimeoutError if the limit or `options.terminate` comes first."""
+    until_s = time.monotonic() + limit_s
+    while not connection.poll(max(0.0, min(POLL_S, until_s - time.monotonic()))):
+        if options.terminate or time.monotonic() >= until_s:
             raise TimeoutError("no answer in time")
     return connection.recv_bytes(maxlength=MAX_OUTPUT_BYTES)
 
@@ -172,7 +207,9 @@ def main(descriptor: int) -> None:
             os.close(run)
             connection.send_bytes(b"%d" % process)
             connection.recv_bytes()
-            os.waitpid(process, 0)
+            _, status, used = os.wait4(process, 0)
+            took_too_long = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
+            connection.send_bytes(b"inf" if took_too_long else b"%.6f" % (used.ru_utime + used.ru_stime))
 
 
 def _run(session: Any, connection: Connection) -> None:
@@ -183,7 +220,9 @@ def _run(session: Any, connection: Connection) -> None:
         with contextlib.suppress(OSError):  # of all processes, this one is to end if memory is short
             Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
         ends, *arrays = _unpacked(connection.recv_bytes())
-        names, inputs = json.loads(str(ends))
+        names, inputs, budget_s = json.loads(str(ends))
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, budget_s)
         connection.send_bytes(_packed(session.run(names, dict(zip(inputs, arrays, strict=True)))))
     finally:
         os._exit(0)

@@ -55,12 +55,20 @@ class OnnxModel:
         return self._source.stat().st_size if isinstance(self._source, Path) else len(self._source)
 
     @contextlib.contextmanager
-    def isolated(self) -> Iterator["OnnxModel"]:
-        """Yield the model with runs that have a process of their own each, on the CPU."""
+    def isolated(self, samples: Tensors | None = None) -> Iterator["OnnxModel"]:
+        """Yield the model with runs that have a process of their own each, on the CPU.
+
+        With samples as inputs, each run has a budget of time, `IsolatedSession.set_budget`.
+
+        Raises:
+            GraphRefused: it fails on the samples.
+        """
         from edge_client.graphs.isolated_session import IsolatedSession
 
         with contextlib.closing(IsolatedSession(self._source)) as session:
             self._guarded(session.start, MAX_START_S)
+            if samples is not None:
+                self._guarded(lambda options: session.set_budget([*self.outputs], samples, options))
             yield replace(self, provider="cpu", note="", _session=session)
 
     def run(

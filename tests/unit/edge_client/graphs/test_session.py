@@ -28,6 +28,7 @@ from protocol.errors import BackboneMismatch, GraphRefused, ProtofleetError, Sta
 from protocol.models.onnx_metadata import BackboneMetadata, read_metadata, to_properties
 from tests.support.graphs.backbones import EDGE, changed, tiny_backbone, without_metadata
 from tests.support.graphs.hostile_graphs import (
+    always_fails,
     dropout,
     extended,
     fails_on_white,
@@ -362,6 +363,51 @@ def test_runs_begin_alike_after_one_that_fails_is_killed_or_takes_long(
                 isolated.features(WHITE)
         np.testing.assert_array_equal(isolated.features(GRAY), feature)
         assert _program(isolated) is program
+
+
+def test_a_run_has_ten_times_the_processor_time_of_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image that needs more has no feature, and the next one has its own time."""
+    monkeypatch.setattr(isolated_session, "WALL_FACTOR", 1e6)  # this machine may be busy
+    (tmp_path / "b.onnx").write_bytes(never_ends_on_white())
+    backbone = open_backbone(tmp_path / "b.onnx", provider="cpu", threads=1)
+    with backbone.isolated() as isolated:
+        feature, session = isolated.features(GRAY), isolated.model._session
+        assert session._budget_s >= isolated_session.MIN_BUDGET_S
+        assert session._used_s < session._budget_s
+        with pytest.raises(ProtofleetError, match=r"takes more than \S+ s of the processor"):
+            isolated.features(WHITE)
+        np.testing.assert_array_equal(isolated.features(GRAY), feature)
+
+
+def test_a_run_that_waits_ends_with_its_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped process stands for one that waits for memory: it uses no processor time."""
+    (tmp_path / "b.onnx").write_bytes(never_ends_on_white())
+    backbone = open_backbone(tmp_path / "b.onnx", provider="cpu", threads=1)
+    with backbone.isolated() as isolated:
+        isolated.model._session._budget_s = 1e3
+        monkeypatch.setattr(isolated_session, "WALL_FACTOR", 1e-3)
+        program = psutil.Process(_program(isolated).pid)
+
+        def stop() -> None:
+            while not (runs := program.children()):
+                time.sleep(0.001)
+            runs[0].suspend()
+
+        stopping = threading.Thread(target=stop)
+        stopping.start()
+        with pytest.raises(ProtofleetError, match="no answer in time"):
+            isolated.features(WHITE)
+        stopping.join()
+
+
+def test_a_backbone_that_fails_on_samples_is_refused(tmp_path: Path) -> None:
+    """It reveals nothing about an image."""
+    (tmp_path / "b.onnx").write_bytes(always_fails())
+    backbone = open_backbone(tmp_path / "b.onnx", provider="cpu", threads=1)
+    with pytest.raises(GraphRefused, match="fails on its inputs"), backbone.isolated():
+        pytest.fail("it was accepted")
 
 
 def _program(isolated: Backbone) -> subprocess.Popen[bytes]:

@@ -29,6 +29,7 @@ from tests.support.graphs.hostile_graphs import (
     fails_on_white,
     flips_on_white,
     loops_on_white,
+    never_ends_on_white,
     remembers_white,
 )
 
@@ -148,6 +149,27 @@ def test_a_backbone_whose_work_depends_on_images_is_refused_and_not_charged(tmp_
     bench.manifest = without_privacy(bench.manifest)
     bench.restart()
     assert bench.build().item is not None
+
+
+@pytest.mark.usefixtures("quiet")
+def test_an_image_that_takes_too_long_contributes_nothing_and_others_stay(tmp_path: Path) -> None:
+    """Sums with it are those without it, though the owner has allowed the backbone."""
+    sums = []
+    for with_image in (False, True):
+        bench = _bench(
+            tmp_path / str(with_image),
+            never_ends_on_white(),
+            with_image=with_image,
+            count=3,
+            isolate=Backbone.isolated,
+        )
+        bench.settings = replace(bench.settings, variable_time=True)
+        bench.restart()
+        sums.append(_sums(bench.upload()))
+    ((path, reason),) = bench.store.get(SubmissionReport).unusable
+    assert path.endswith("asked-for.png")
+    assert "s of the processor" in reason or "no answer in time" in reason
+    np.testing.assert_array_equal(sums[0], sums[1])
 
 
 def test_an_owner_names_the_backbones(tmp_path: Path) -> None:
