@@ -23,6 +23,10 @@ class Settings:
         holdout: fraction of the images that is held out for evaluation.
         batch_size: images per run of a backbone.
         max_epsilon: privacy budget for all submissions together; None leaves the limit to the task.
+        max_delta: delta at which the budget is counted, unless the task's is smaller.
+        max_local_epsilon: budget of what both operators of masked sums together see; None sets no limit.
+        allow_non_private_tasks: take part in tasks without differential privacy although there is a budget, or the
+            device has made private submissions.
         second_operator: public key for which masks are sealed; None refuses masked sums.
         min_devices: submissions in a sum before this device's mask is opened; None leaves the limit to the task.
         pinned_backbones: digests of the only backbones that are run; empty accepts the task's.
@@ -42,6 +46,9 @@ class Settings:
     threads: int | None = None
     batch_size: int = 16
     max_epsilon: float | None = None
+    max_delta: float = 1e-5
+    max_local_epsilon: float | None = None
+    allow_non_private_tasks: bool = False
     second_operator: bytes | None = None
     min_devices: int | None = None
     pinned_backbones: tuple[bytes, ...] = ()

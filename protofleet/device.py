@@ -48,6 +48,10 @@ class Device(Embedded):
         aggregator_key: public key of the aggregator in hex, from `aggregator status`; None trusts the enrollment's, or
             else the first key that is received.
         max_epsilon: privacy budget for all submissions together; None leaves the limit to the task.
+        max_delta: delta at which the budget is counted, unless the task's is smaller.
+        max_local_epsilon: budget of what both operators of masked sums see together; None sets no limit.
+        allow_non_private_tasks: take part in tasks without differential privacy, although there is a budget or the
+            device has made private submissions.
         second_operator: `seal_key` of the second operator in hex, from its operator.toml; tasks without it are refused.
             None refuses tasks with a second operator. Needs `max_epsilon`.
         on_head: called when a head is installed.
@@ -75,6 +79,9 @@ class Device(Embedded):
         rescan_s: float = 30.0,
         aggregator_key: str | None = None,
         max_epsilon: float | None = None,
+        max_delta: float = 1e-5,
+        max_local_epsilon: float | None = None,
+        allow_non_private_tasks: bool = False,
         second_operator: str | None = None,
         on_head: Callable[[HeadInstalled], None] | None = None,
         on_submission: Callable[[SubmissionReceived], None] | None = None,
@@ -117,6 +124,9 @@ class Device(Embedded):
             "backbones": tuple(map(Path, backbones)),
             "rescan_s": rescan_s,
             "max_epsilon": max_epsilon,
+            "max_delta": max_delta,
+            "max_local_epsilon": max_local_epsilon,
+            "allow_non_private_tasks": allow_non_private_tasks,
             "second_operator": _public_key("second_operator", second_operator),
         }
         self._mode = Mode.SERVICE

@@ -13,7 +13,7 @@ from protocol.cli import counted, examples, require_packages, say
 from protocol.errors import ConfigError, ProtofleetError
 
 if TYPE_CHECKING:
-    from aggregator.config.privacy import SumsSettings
+    from aggregator.config.privacy import PrivacySettings, SumsSettings
     from aggregator.config.schema import TaskFile
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -154,7 +154,7 @@ def _check(path: Path) -> None:
     say(f"{path} is valid")
 
 
-def _parties(sums: "SumsSettings") -> tuple[str, ...]:
+def _parties(sums: "SumsSettings", privacy: "PrivacySettings") -> tuple[str, ...]:
     """Return what each party of a task with a second operator sees and has to do."""
     from aggregator.tasks.task_preparation import second_operator
 
@@ -162,7 +162,9 @@ def _parties(sums: "SumsSettings") -> tuple[str, ...]:
     return (
         "devices upload masked sums, once for a task; images and single features stay on them",
         f"you see sums of {sums.min_devices} devices and more; the second operator opens them, and sees no sum",
+        "the epsilons of the task file are conditional: they hold only if the second operator is honest",
         "you and the second operator together could see each device's sums: be different organisations",
+        f"a submission has a local epsilon of {privacy.local_epsilon:.1f} to both; limit: --max-local-epsilon",
         f"owners give --second-operator {seal_key} to edge-client, once the second operator has confirmed it",
         "the second operator gives --devices to protofleet-sums: otherwise you could invent devices",
         f"devices that submit after a sum wait for {sums.min_devices} others: let quorum be all that you expect",
@@ -190,7 +192,7 @@ def _notes(task: "TaskFile") -> list[str]:
     if task.devices is not None and task.quorum > len(task.devices):
         notes.append(f"quorum is more than the {len(task.devices)} devices: deadline_s decides")
     if (sums := task.privacy.sums) is not None:
-        notes += _parties(sums)
+        notes += _parties(sums, task.privacy)
     if len(task.classes) == 1:
         notes.append("there is one class: every image will be classified as it")
     if (budget := task.privacy.dp) is not None:

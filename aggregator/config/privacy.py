@@ -6,6 +6,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from protocol.statistics.gaussian_privacy import noise_multiplier
+from protocol.statistics.noisy_sums import epsilon_of_sums, share_of_noise
 from protocol.wire.messages import MAX_SUMMED, Perturbation
 
 
@@ -47,3 +49,12 @@ class PrivacySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Differential privacy."""
     sums: SumsSettings | None = None
     """A second operator opens sums of devices, so that noise is spent once for the fleet."""
+
+    @property
+    def local_epsilon(self) -> float | None:
+        """Epsilon of a submission to both operators together: of one device's share of the noise. None without sums."""
+        if self.dp is None or self.sums is None:
+            return None
+        multiplier = noise_multiplier(self.dp.epsilon, self.dp.delta, cost=epsilon_of_sums)
+        share = share_of_noise(multiplier, honest=self.sums.honest)
+        return epsilon_of_sums({share: 1}, delta=self.dp.delta)

@@ -26,6 +26,13 @@ class Privacy(msgspec.Struct, frozen=True, kw_only=True):
     epsilon: Annotated[float, Meta(description="Of one submission.")]
     max_epsilon: Annotated[float, Meta(description="Of all submissions of a device.")]
     delta: float
+    local_epsilon: Annotated[
+        float | None,
+        Meta(
+            description="With a second operator, `epsilon` and `max_epsilon` are conditional: they hold only if it is "
+            "honest. This is what both operators together see of one submission; null without one."
+        ),
+    ] = None
     spent: Annotated[float | None, Meta(description="The greatest total that a device has reported.")]
     nearly_spent: Annotated[
         int,
@@ -37,7 +44,13 @@ class Privacy(msgspec.Struct, frozen=True, kw_only=True):
         promised = f"epsilon {self.epsilon:g} for a submission, {self.max_epsilon:g} for a device"
         spent = "none spent" if self.spent is None else f"at most {self.spent:.2f} spent"
         near = f"{counted(self.nearly_spent, 'device')} near the limit"
-        return f"{promised} (delta {self.delta:g}); {spent}, {near}"
+        condition = (
+            ""
+            if self.local_epsilon is None
+            else ", conditional: only if the second operator is honest, and "
+            f"{self.local_epsilon:.2f} for a submission to both operators together"
+        )
+        return f"{promised} (delta {self.delta:g}){condition}; {spent}, {near}"
 
 
 class Sums(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +89,7 @@ def privacy_of(rows: Rows, devices: Iterable[Device]) -> Privacy | None:
         epsilon=budget.epsilon,
         max_epsilon=budget.max_epsilon,
         delta=budget.delta,
+        local_epsilon=rows.served.privacy.local_epsilon,
         spent=max(spent, default=None),
         nearly_spent=sum(each >= NEARLY * budget.max_epsilon for each in spent),
     )

@@ -22,10 +22,18 @@ if TYPE_CHECKING:
 FOLDER = click.Path(file_okay=False, path_type=Path)
 COUNT = click.IntRange(min=1)
 
+CONDITIONAL = "these epsilons are conditional: they hold only if the second operator is honest"
+
+MAX_DELTA = 1e-3
+"""Delta is the probability that epsilon does not hold: with a large one, any epsilon would be within the budget."""
+
 CONFIG, _ENROLLMENT = f"{__name__}.config", f"{__name__}.enrollment"
 """Keys of `Context.meta`."""
 
-_PRIVACY = ("max_epsilon", "second_operator", "min_devices", "pin_backbone", "variable_time")
+_PRIVACY = (
+    *("max_epsilon", "max_delta", "max_local_epsilon", "allow_non_private_tasks"),
+    *("second_operator", "min_devices", "pin_backbone", "variable_time"),
+)
 """Keys of the table [privacy]."""
 
 
@@ -199,7 +207,26 @@ privacy_options = _all_of(
     setting(
         "--max-epsilon",
         type=click.FloatRange(0, min_open=True),
-        help="Privacy budget (epsilon) for all submissions together; refuses tasks without differential privacy.",
+        help="Privacy budget (epsilon) for all submissions together; refuses tasks without differential privacy. With "
+        "a second operator it is conditional: it holds only if that operator is honest.",
+    ),
+    setting(
+        "--max-delta",
+        type=click.FloatRange(0, MAX_DELTA, min_open=True),
+        default=1e-5,
+        help="Delta at which the budget is counted: a task with a larger one gets no more of it.",
+    ),
+    setting(
+        "--max-local-epsilon",
+        type=click.FloatRange(0, min_open=True),
+        help="Budget (epsilon) of what both operators of masked sums see if they work together, for all submissions: "
+        "this one is not conditional.  [default: no limit]",
+    ),
+    setting(
+        "--allow-non-private-tasks",
+        is_flag=True,
+        help="Take part in tasks without differential privacy, although there is a budget or the device has made "
+        "private submissions. What they reveal is not in the budget.",
     ),
     setting(
         "--second-operator",

@@ -10,6 +10,7 @@ import msgspec
 from click.core import ParameterSource
 
 from edge_client.cli.options import (
+    CONDITIONAL,
     CONFIG,
     FOLDER,
     as_json_text,
@@ -111,7 +112,8 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     as_json: bool = False, broker: str | None, data: Path, fleet: str | None,
     device_id: str | None, state: Path | None, holdout: float, backbone: tuple[Path, ...], provider: "Provider",
     threads: int | None, batch_size: int, rescan_s: float, aggregator_key: bytes | None,
-    enrollment: Path | None, max_epsilon: float | None, second_operator: bytes | None,
+    enrollment: Path | None, max_epsilon: float | None, max_delta: float, max_local_epsilon: float | None,
+    allow_non_private_tasks: bool, second_operator: bytes | None,
     min_devices: int | None, pin_backbone: tuple[bytes, ...], variable_time: bool, **access_given: Any,
 ) -> int:  # fmt: skip
     from edge_client.config import membership
@@ -154,6 +156,9 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         threads=threads,
         batch_size=batch_size,
         max_epsilon=max_epsilon,
+        max_delta=max_delta,
+        max_local_epsilon=max_local_epsilon,
+        allow_non_private_tasks=allow_non_private_tasks,
         second_operator=second_operator,
         min_devices=min_devices,
         pinned_backbones=pin_backbone,
@@ -170,6 +175,17 @@ def _serve(  # noqa: PLR0913 - every option of the command line
 def _print_json(shown: "Shown") -> None:
     privacy = msgspec.to_builtins(shown.privacy, builtin_types=(bytes,))
     click.echo(as_json_text({**msgspec.to_builtins(shown.report), "privacy": privacy}, indent=2))
+
+
+def _show_cost(shown: "Shown") -> None:
+    if (spent := shown.privacy) is None:
+        return
+    say(
+        f"epsilon {spent.epsilon:.3f} for this submission, {spent.total_epsilon:.3f} for all {spent.releases} "
+        f"together, at delta {spent.delta:g}; an upload will have other noise"
+    )
+    if shown.report.form == "masked class sum":
+        say(f"{CONDITIONAL}; see --max-local-epsilon")
 
 
 def _show_dry_run(shown: "Shown") -> None:
@@ -190,11 +206,7 @@ def _show_dry_run(shown: "Shown") -> None:
         say(f"change of {name} in training: {' x '.join(map(str, shape))} float16 values, in every round")
     for path, reason in report.unusable:
         say(f"image omitted: {path}: {reason}")
-    if (spent := shown.privacy) is not None:
-        say(
-            f"epsilon {spent.epsilon:.3f} for this submission, {spent.total_epsilon:.3f} for all {spent.releases} "
-            f"together, at delta {spent.delta:g}; an upload will have other noise"
-        )
+    _show_cost(shown)
     if shown.block_images:
         means, directions = counted(shown.means, "class mean"), counted(shown.directions, "direction")
         say(

@@ -53,7 +53,14 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
         say(
             f"privacy    epsilon {spent['total_epsilon']:.3f} of {spent['max_epsilon']:g} spent in "
             f"{counted(spent['releases'], 'submission')}, at delta {spent['delta']:g}"
+            + (
+                ", conditional: it holds only if the second operator is honest"
+                if spent["conditional"]
+                else ""
+            )
         )
+        if spent["conditional"]:
+            say(f"local      {_local(spent)}, to both operators together")
     if (drift := summary["drift"]) is not None:
         say(f"drift      {drift['score']:.1f} standard deviations in {drift['images']} predicted images")
     for label in filter(summary.get, ("duplicate", "warning", "problem")):
@@ -73,6 +80,12 @@ def _blocks(report: dict[str, Any] | None) -> Iterator[str]:
         yield f"moved      {counted(moved, 'image')} of the block, counted in the class of an earlier upload"
     if dissolved := report["dissolved"]:
         yield f"dissolved  {counted(dissolved, 'image')} in prototypes of dissolved blocks, or waiting"
+
+
+def _local(spent: dict[str, Any]) -> str:
+    local, limit = spent["local_epsilon"], spent["max_local_epsilon"]
+    seen = "unknown epsilon" if local is None else f"epsilon {local:.3f}"
+    return f"{seen} of {limit:g} spent" if limit is not None else f"{seen} spent, without a limit"
 
 
 def _submission(summary: dict[str, Any]) -> str:

@@ -220,7 +220,7 @@ class _Program:
         """Return the workspace, with the cache and the open backbones of the job before this one."""
         settings = _settings(job.settings, dry_run=job.is_dry_run)
         before = self._workspace
-        is_bound = is_bounded(manifest, max_epsilon=settings.max_epsilon)
+        is_bound = is_bounded(manifest, requires_privacy=job.requires_privacy)
         writes = job.kind == "build" or not is_bound  # where it is, a head is evaluated beside a build
         cache = self._open_cache(state.folder, writes=writes) if before is None else before.cache
         listed = msgspec.json.decode((folder / IMAGES_FILE).read_bytes(), type=ImageList)
@@ -231,6 +231,7 @@ class _Program:
             cache,
             find=lambda _: scan,
             dry_run=job.is_dry_run,
+            requires_privacy=job.requires_privacy,
             culprits=Culprits(
                 self._service.send, deaths=job.deaths, suspects=job.suspects, guilty=job.guilty
             ),

@@ -72,7 +72,7 @@ def build_submission(workspace: Workspace, build: BuildSubmission) -> Result:
     try:
         check_task(
             manifest,
-            max_epsilon=settings.max_epsilon,
+            requires_privacy=workspace.requires_privacy,
             second_operator=settings.second_operator,
             pinned_backbones=settings.pinned_backbones,
         )

@@ -73,6 +73,8 @@ class Workspace:
     find: Callable[[Sequence[str]], Scan]
     """Returns a scan of the data folder for the classes of a task."""
     dry_run: bool = False
+    requires_privacy: bool = False
+    """The device takes part in tasks with differential privacy only."""
     culprits: Culprits = field(default_factory=Culprits)
     charge: Callable[[Charge], Grant] | None = None
     """Charges a release under differential privacy."""
@@ -102,7 +104,7 @@ class Workspace:
 
     def is_bounded(self, manifest: TaskManifest) -> bool:
         """Return whether messages about a task must not reveal images."""
-        return is_bounded(manifest, max_epsilon=self.settings.max_epsilon)
+        return is_bounded(manifest, requires_privacy=self.requires_privacy)
 
     def backbones(self, manifest: TaskManifest) -> list[Backbone]:
         """Return the task's open backbones; they stay open until another task needs others, or other privacy."""

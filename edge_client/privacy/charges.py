@@ -1,21 +1,21 @@
 """Charges of privacy: a release is recorded, with what all releases cost together, before an image is read for it."""
 
 import logging
+import math
 import os
-from collections import Counter
 
 import msgspec
 
 from edge_client.config import Settings
 from edge_client.privacy.noise_key import KEY_BYTES
-from edge_client.privacy.policy import BUDGET, FAILED
+from edge_client.privacy.policy import BUDGET, FAILED, LOCAL_BUDGET
+from edge_client.privacy.spending import is_conditional, local_epsilon, total_epsilon
 from edge_client.store.device_state import DeviceState
 from edge_client.store.job_folder import Charge, Grant
-from edge_client.store.privacy_ledger import Release
+from edge_client.store.privacy_ledger import Ledger, Release
 from edge_client.store.stored_values import PrivacySpent
 from protocol.errors import PrivacyFailed, PrivacyRefused, StateError
 from protocol.log import event
-from protocol.statistics.noisy_sums import epsilon_of_sums
 from protocol.wire.codec import decode, digest_of
 from protocol.wire.messages import DifferentialPrivacy, Privacy, Submission, TaskManifest
 
@@ -23,6 +23,30 @@ log = logging.getLogger(__name__)
 
 _VERSION = b"5"
 """Version of the mechanism; changes when the same key would give other noise."""
+
+
+def requires_privacy(settings: Settings, ledger: Ledger) -> bool:
+    """Return whether a device takes part in tasks with differential privacy only.
+
+    That is so if its owner has set a budget, or it has made private releases, unless the owner allows other tasks.
+    """
+    has_budget = settings.max_epsilon is not None or not ledger.is_empty()
+    return has_budget and not settings.allow_non_private_tasks
+
+
+def is_within_limits(cost: Privacy, *, settings: Settings, ledger: Ledger) -> bool:
+    """Return whether a submission's release and those before it satisfy the owner's limits of this start."""
+    max_epsilon, max_local = (
+        math.inf if limit is None else limit for limit in (settings.max_epsilon, settings.max_local_epsilon)
+    )
+    delta = min(cost.delta, settings.max_delta)
+    try:
+        releases = ledger.releases()[: cost.releases]
+    except PrivacyRefused:
+        return False
+    if max(cost.total_epsilon, total_epsilon(releases, delta=delta)) > max_epsilon:
+        return False
+    return not is_conditional(releases[-1:]) or local_epsilon(releases, delta=delta) <= max_local
 
 
 class Charges:
@@ -36,6 +60,9 @@ class Charges:
         self._store, self._settings, self._dry_run = store, settings, dry_run
         self._task, self._manifest = task, manifest
         self._wanted: DifferentialPrivacy = manifest.differential_privacy
+        operator = manifest.second_operator
+        self._honest = 1 if operator is None else operator.honest
+        self._delta = min(self._wanted.delta, settings.max_delta)
         self._release: Release | None = None
 
     def answer(self, charge: Charge) -> Grant:
@@ -65,7 +92,7 @@ class Charges:
         else:
             release = self._bind(self._release, charge.content)
         self._release = release
-        cost = _cost((*self._store.ledger.releases()[: release.number - 1], release), self._wanted)
+        cost = self._cost((*self._store.ledger.releases()[: release.number - 1], release))
         is_masked = self._manifest.second_operator is not None
         return Grant(release, cost, self._signing_key() if is_masked else b"")
 
@@ -105,7 +132,9 @@ class Charges:
 
     def _charge_new(self, before: tuple[Release, ...], fingerprint: bytes, content: bytes | None) -> Release:
         key = os.urandom(KEY_BYTES)
-        release = Release(len(before) + 1, fingerprint, self._wanted.noise_multiplier, key, content)
+        release = Release(
+            len(before) + 1, fingerprint, self._wanted.noise_multiplier, key, content, honest=self._honest
+        )
         spent = self._require_budget((*before, release))
         if not self._dry_run:
             self._store.ledger.charge(release, spent)
@@ -124,21 +153,31 @@ class Charges:
         return False
 
     def _require_budget(self, releases: tuple[Release, ...]) -> PrivacySpent:
-        """Return what the releases cost together; raises PrivacyRefused above the task's or the owner's limit."""
-        own_limit, cost = self._settings.max_epsilon, _cost(releases, self._wanted)
-        limit = self._wanted.max_epsilon if own_limit is None else min(self._wanted.max_epsilon, own_limit)
+        """Return what the releases cost together; raises PrivacyRefused above a limit of the task or of the owner.
+
+        The owner's delta limits that of the task, whose total would be smaller at a larger one.
+        """
+        settings, cost = self._settings, self._cost(releases)
+        limit = min(self._wanted.max_epsilon, settings.max_epsilon or math.inf)
+        local, max_local = local_epsilon(releases, delta=self._delta), settings.max_local_epsilon
+        text = "privacy budget exceeded, nothing is uploaded"
         if not cost.total_epsilon <= limit:
-            text = "privacy budget exceeded, nothing is uploaded"
             event(log, logging.ERROR, text, total_epsilon=cost.total_epsilon, max_epsilon=limit)
             raise PrivacyRefused(BUDGET)
-        return PrivacySpent(cost.epsilon, cost.total_epsilon, cost.delta, len(releases), limit)
+        if self._manifest.second_operator is not None and max_local is not None and not local <= max_local:
+            event(log, logging.ERROR, text, local_epsilon=local, max_local_epsilon=max_local)
+            raise PrivacyRefused(LOCAL_BUDGET)
+        return PrivacySpent(
+            *(cost.epsilon, cost.total_epsilon, cost.delta, len(releases), limit),
+            conditional=is_conditional(releases),
+            local_epsilon=local if math.isfinite(local) else None,
+            max_local_epsilon=max_local,
+        )
 
-
-def _cost(releases: tuple[Release, ...], wanted: DifferentialPrivacy) -> Privacy:
-    multipliers = Counter(release.noise_multiplier for release in releases)
-    return Privacy(
-        epsilon=epsilon_of_sums({wanted.noise_multiplier: 1}, delta=wanted.delta),
-        total_epsilon=epsilon_of_sums(multipliers, delta=wanted.delta),
-        delta=wanted.delta,
-        releases=len(releases),
-    )
+    def _cost(self, releases: tuple[Release, ...]) -> Privacy:
+        return Privacy(
+            epsilon=total_epsilon(releases[-1:], delta=self._delta),
+            total_epsilon=total_epsilon(releases, delta=self._delta),
+            delta=self._delta,
+            releases=len(releases),
+        )

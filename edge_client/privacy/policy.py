@@ -1,6 +1,6 @@
 """The privacy settings that a device accepts, and the problems that it reports under differential privacy. Pure."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from msgspec import UNSET
 
@@ -10,10 +10,7 @@ from edge_client.store.privacy_ledger import LOST
 from protocol.errors import MalformedMessage, PrivacyRefused
 from protocol.statistics.noisy_sums import MAX_DISCRETENESS, discreteness, released_values
 from protocol.wire.codec import decode
-from protocol.wire.messages import MAX_RELEASED, Evaluation, Submission, TaskManifest
-
-MAX_DELTA = 1e-3
-"""Delta is the probability that epsilon does not hold: a task with a large one could keep any epsilon."""
+from protocol.wire.messages import MAX_RELEASED, Evaluation, Privacy, Submission, TaskManifest
 
 UPLOADS_MORE = "the task asks for perturbed prototypes, and uploads unperturbed parameters beside them"
 BOTH = "the task asks for perturbation and for differential privacy: the two cannot be combined"
@@ -32,24 +29,30 @@ UNSOUND_SUM = (
 )
 TOO_QUIET = "the task asks for so little noise that it is no differential privacy"
 FILTERED_STATISTICS = "the task asks for statistics and filters outliers, which depends on other images"
-LARGE_DELTA = f"the task asks for differential privacy at a delta above {MAX_DELTA}, which is too weak"
 NOT_PINNED = "the task has a backbone that this device's owner has not named: --pin-backbone"
 VARIABLE_TIME = (
     "the work of a backbone depends on images, which time would reveal: refused; see the device's log"
 )
-NOT_PRIVATE = "the task has no differential privacy, and this device's --max-epsilon requires it"
+NOT_PRIVATE = (
+    "the task has no differential privacy, and this device has a privacy budget (--max-epsilon) or has made private "
+    "submissions: --allow-non-private-tasks permits it"
+)
 BUDGET = "the submission would exceed the privacy budget: nothing new is uploaded; see the device's log"
+LOCAL_BUDGET = (
+    "the submission would exceed --max-local-epsilon, the limit of what both operators together see: nothing new is "
+    "uploaded; see the device's log"
+)
 SUBMITTED = (
     "the aggregator has another submission of this device, whose mask is made once: waiting for the next task"
 )
 FAILED = "differential privacy has failed on this device: nothing is uploaded; see the device's log"
 
 TASK_PROBLEMS = (
-    *(UPLOADS_MORE, BOTH, IN_ROUNDS, FILTERS, LARGE_DELTA, NOT_PRIVATE),
+    *(UPLOADS_MORE, BOTH, IN_ROUNDS, FILTERS, NOT_PRIVATE),
     *(STATISTICS_IN_ROUNDS, NOISY_STATISTICS, FILTERED_STATISTICS),
     *(PRIVATE_PROTOTYPES, TOO_LARGE, TOO_QUIET, NOT_MASKED, UNNAMED_OPERATOR, UNSOUND_SUM, NOT_PINNED),
 )
-PUBLIC_PROBLEMS = frozenset({*TASK_PROBLEMS, VARIABLE_TIME, BUDGET, SUBMITTED, FAILED, LOST})
+PUBLIC_PROBLEMS = frozenset({*TASK_PROBLEMS, VARIABLE_TIME, BUDGET, LOCAL_BUDGET, SUBMITTED, FAILED, LOST})
 """Problems whose texts reveal nothing about any image."""
 
 CANNOT = "this device cannot take part; see its log"
@@ -59,7 +62,7 @@ HEAD_REFUSED = "the head cannot be used on this device; see its log"
 def check_task(
     manifest: TaskManifest,
     *,
-    max_epsilon: float | None = None,
+    requires_privacy: bool = False,
     second_operator: bytes | None = None,
     pinned_backbones: Collection[bytes] = (),
 ) -> None:
@@ -71,14 +74,13 @@ def check_task(
         UPLOADS_MORE: on_prototypes and program is not None and program.uploaded,
         NOT_PINNED: bool(pinned_backbones)
         and not {blob.digest for blob in manifest.backbones} <= {*pinned_backbones},
-        NOT_PRIVATE: wanted is None and max_epsilon is not None,
+        NOT_PRIVATE: wanted is None and requires_privacy,
         BOTH: wanted is not None and how is not None,
         IN_ROUNDS: wanted is not None and program is not None,
         FILTERS: wanted is not None and manifest.alpha != 1,
         STATISTICS_IN_ROUNDS: statistics and program is not None,
         NOISY_STATISTICS: statistics and on_prototypes,
         FILTERED_STATISTICS: statistics and manifest.alpha != 1,
-        LARGE_DELTA: wanted is not None and wanted.delta > MAX_DELTA,
         NOT_MASKED: second_operator not in (None, operator and operator.seal_key),
         UNNAMED_OPERATOR: operator is not None and second_operator is None,
         UNSOUND_SUM: operator is not None and (wanted is None or operator.honest > operator.min_devices),
@@ -104,21 +106,22 @@ def _problems_of_sums(manifest: TaskManifest) -> dict[str, bool]:
     }
 
 
-def is_bounded(manifest: TaskManifest | None, *, max_epsilon: float | None) -> bool:
+def is_bounded(manifest: TaskManifest | None, *, requires_privacy: bool) -> bool:
     """Return whether messages about a task must not reveal images: it is private, or only such tasks are accepted."""
-    return max_epsilon is not None or (manifest is not None and kind_of(manifest).is_private)
+    return requires_privacy or (manifest is not None and kind_of(manifest).is_private)
 
 
-def may_upload(payload: bytes, kind: Kind, *, max_epsilon: float) -> bool:
-    """Return whether a message that was built earlier satisfies the device's owner now.
+def may_upload(payload: bytes, kind: Kind, *, is_within: Callable[[Privacy], bool]) -> bool:
+    """Return whether a message that was built earlier satisfies the device's owner, who requires privacy, now.
 
-    One that the aggregator could not decode either does not.
+    `is_within` compares a submission's cost with the owner's limits. A message that the aggregator could not decode
+    does not satisfy them.
     """
     size = len(payload)
     try:
         if kind == "submission":
             cost = decode(payload, Submission, max_bytes=size).privacy
-            return cost is not None and cost.total_epsilon <= max_epsilon
+            return cost is not None and is_within(cost)
         message = decode(payload, Evaluation, max_bytes=size)
     except MalformedMessage:
         return False

@@ -5,11 +5,13 @@ import logging
 import math
 import queue
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from edge_client.config import Settings
 from edge_client.core import events, state_machine
 from edge_client.core.state import Mode, State, StoredState, UploadItem
+from edge_client.privacy.charges import is_within_limits, requires_privacy
 from edge_client.privacy.policy import may_upload
 from edge_client.service import notices
 from edge_client.service.blob_downloads import BlobDownloads, import_backbones
@@ -425,8 +427,8 @@ def stored_state(settings: Settings, store: DeviceState) -> State:
     if settings.mode is not Mode.DRY_RUN:
         _, reason = store.leave_failed_heads()
         store.outbox.drop_damaged()
-        if settings.max_epsilon is not None:
-            _drop_forbidden(store, settings.max_epsilon, second_operator=settings.second_operator)
+        if requires_privacy(settings, store.ledger):
+            _drop_forbidden(store, settings)
     head, evaluated = store.heads_in_use().installed, kept.evaluated
     key = head.key if head else None
     reported = {evaluated, *(item.head for item in store.outbox.items())}
@@ -456,13 +458,14 @@ def _is_sealed_for(store: DeviceState, item: UploadItem, second_operator: bytes 
     return operator is not None and operator.seal_key == second_operator
 
 
-def _drop_forbidden(store: DeviceState, max_epsilon: float, *, second_operator: bytes | None) -> None:
-    """Delete what an earlier start has built, and the owner's limit of this start does not allow."""
+def _drop_forbidden(store: DeviceState, settings: Settings) -> None:
+    """Delete what an earlier start has built, and the owner's limits of this start do not allow."""
+    is_within = partial(is_within_limits, settings=settings, ledger=store.ledger)
     forbidden = [
         item
         for item in store.outbox.items()
-        if not may_upload(store.outbox.payload(item) or b"", item.kind, max_epsilon=max_epsilon)
-        or not _is_sealed_for(store, item, second_operator)
+        if not may_upload(store.outbox.payload(item) or b"", item.kind, is_within=is_within)
+        or not _is_sealed_for(store, item, settings.second_operator)
     ]
-    text = "deleted items from the outbox that --max-epsilon does not allow to be uploaded"
+    text = "deleted items from the outbox that the owner's privacy limits do not allow to be uploaded"
     store.outbox.drop(forbidden, log_as=text)

@@ -21,7 +21,7 @@ from edge_client.core.state import MAX_DAMAGED, MissingSpace, UploadItem
 from edge_client.core.state import Job as Name
 from edge_client.core.submission_kinds import kind_of
 from edge_client.images.image_scanner import Scan
-from edge_client.privacy.charges import Charges
+from edge_client.privacy.charges import Charges, requires_privacy
 from edge_client.privacy.policy import is_bounded
 from edge_client.service.build_report import BuildReporter
 from edge_client.service.data_folder import DataFolder, Scanned, ScanOrder
@@ -260,8 +260,8 @@ class Jobs:
 
     def _slot(self, wanted: Wanted) -> str:
         """Return the process that a job runs in: one for all, or one for each kind where these must not meet."""
-        bounded = is_bounded(wanted.manifest, max_epsilon=self._settings.max_epsilon)
-        return wanted.name if bounded else ""
+        required = requires_privacy(self._settings, self._store.ledger)
+        return wanted.name if is_bounded(wanted.manifest, requires_privacy=required) else ""
 
     def _start_next(self) -> None:
         for wanted in tuple(self._wanted):
@@ -321,12 +321,12 @@ class Jobs:
                 provider=settings.provider,
                 threads=settings.threads,
                 batch_size=settings.batch_size,
-                max_epsilon=settings.max_epsilon,
                 second_operator=settings.second_operator,
                 min_devices=settings.min_devices,
                 pinned_backbones=settings.pinned_backbones,
                 variable_time=settings.variable_time,
             ),
+            requires_privacy=requires_privacy(settings, store.ledger),
             task=action.task,
             manifest=encode(action.manifest),
             above=above,

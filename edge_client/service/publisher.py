@@ -9,6 +9,7 @@ from edge_client.core.events import RequestBlob, SendFrames
 from edge_client.core.state import Mode, State
 from edge_client.core.uploads import NO_SPACE
 from edge_client.privacy import policy
+from edge_client.privacy.charges import requires_privacy
 from edge_client.store.device_state import DeviceState
 from edge_client.store.stored_values import (
     BackboneProvider,
@@ -105,7 +106,8 @@ class Publisher:
     ) -> DeviceInfo:
         """Return the device's info; what it says of images depends on the task's privacy."""
         submission, head = self._store.get(SubmissionReport), self._store.get(Heads).installed
-        bounded = policy.is_bounded(state.manifest, max_epsilon=self._settings.max_epsilon)
+        required = requires_privacy(self._settings, self._store.ledger)
+        bounded = policy.is_bounded(state.manifest, requires_privacy=required)
         bounded |= submission.is_private  # report and problems are still those of an earlier, private task
         # Before there is a task, its privacy is unknown.
         is_silent = state.manifest is None or bounded

@@ -97,6 +97,9 @@ CREATE TABLE deaths (digest BLOB PRIMARY KEY, deaths INTEGER NOT NULL, place INT
 CREATE TABLE guilty_images (image BLOB PRIMARY KEY, memory_bytes INTEGER NOT NULL) STRICT;
 """
 
+_SHARES_OF_NOISE = "ALTER TABLE releases ADD COLUMN honest INTEGER NOT NULL DEFAULT 0;"
+"""How many devices have a release's noise together; 0 for those of earlier versions."""
+
 _BASE_VERSION = 2
 """Schema version of an earlier program, whose state is not carried over."""
 
@@ -179,7 +182,7 @@ class DeviceState:
         self._database = Database(
             file,
             program="edge-client",
-            migrations=(_SCHEMA,),
+            migrations=(_SCHEMA, _SHARES_OF_NOISE),
             base=_BASE_VERSION,
             read_only=read_only,
             lock=self._lock,

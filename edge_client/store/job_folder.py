@@ -43,7 +43,6 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     provider: Literal["auto", "cpu", "cuda", "tensorrt"]
     threads: int | None
     batch_size: int
-    max_epsilon: float | None
     second_operator: bytes | None
     min_devices: int | None
     pinned_backbones: tuple[bytes, ...]
@@ -121,6 +120,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         version: of the program that has written it; one of another version cannot run it.
+        requires_privacy: the device takes part in tasks with differential privacy only.
         manifest, round: encoded as on the wire; `round` is empty in a task without rounds.
         above: the sequence number that a submission must exceed; 0 for none.
         deaths: ends of jobs while they ran something, by its digest in hex, since it last worked.
@@ -131,6 +131,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["build", "install"]
     version: str
     settings: JobSettings
+    requires_privacy: bool
     task: bytes
     manifest: bytes
     round: bytes = b""

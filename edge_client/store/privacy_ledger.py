@@ -24,6 +24,7 @@ class Release(msgspec.Struct, frozen=True):
 
     Its noise is derived from `key` and `content`, the digest of the rows that the noise is for, which is None until
     they are known. `key` is None once the submission is in the outbox, and of all releases but the newest.
+    `honest` devices have this noise together; 1 without a second operator, and 0 if an earlier version has made it.
     """
 
     number: int
@@ -31,6 +32,14 @@ class Release(msgspec.Struct, frozen=True):
     noise_multiplier: float
     key: bytes | None
     content: bytes | None = None
+    honest: int = 1
+
+
+_SELECT = f"SELECT {', '.join(Release.__struct_fields__)} FROM releases"  # noqa: S608 - names of this class
+_INSERT = (
+    f"INSERT INTO releases ({', '.join(Release.__struct_fields__)}) "  # noqa: S608
+    f"VALUES ({', '.join('?' * len(Release.__struct_fields__))})"
+)
 
 
 class Ledger:
@@ -40,6 +49,10 @@ class Ledger:
         self._database = database
         self._marker = marker
 
+    def is_empty(self) -> bool:
+        """Return whether no release was ever recorded, as far as the folder shows."""
+        return not (self._marker.exists() or Facts(self._database).get(PrivacySpent))
+
     def releases(self) -> tuple[Release, ...]:
         """Return all releases, the newest last.
 
@@ -47,8 +60,7 @@ class Ledger:
             PrivacyRefused: some of them are lost.
             StateError: the disk fails.
         """
-        query = "SELECT number, fingerprint, noise_multiplier, key, content FROM releases ORDER BY number"
-        releases = tuple(Release(*row) for row in self._database.read(query))
+        releases = tuple(Release(*row) for row in self._database.read(f"{_SELECT} ORDER BY number"))
         count = len(releases)
         sound = [release.number for release in releases] == list(range(1, count + 1)) and all(
             math.isfinite(release.noise_multiplier) and release.noise_multiplier > 0 for release in releases
@@ -72,7 +84,7 @@ class Ledger:
             write_atomically(self._marker, b"%d\n" % (release.number - 1))
         with self._database.transaction() as database:
             database.execute("UPDATE releases SET key = NULL")
-            database.execute("INSERT INTO releases VALUES (?, ?, ?, ?, ?)", values)
+            database.execute(_INSERT, values)
             Facts(self._database).put(spent)
         write_atomically(self._marker, b"%d\n" % release.number)
 

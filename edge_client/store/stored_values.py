@@ -132,13 +132,20 @@ class SubmissionReport(msgspec.Struct, frozen=True):
 
 
 class PrivacySpent(msgspec.Struct, frozen=True):
-    """Privacy loss of the newest release and of all releases together, at `delta`."""
+    """Privacy loss of the newest release and of all releases together, at `delta`, and the limits of the totals.
+
+    If it is `conditional`, it holds only if the second operator is honest; `local_epsilon` is that of all releases to
+    both operators together, or None if it is unknown.
+    """
 
     epsilon: float = 0.0
     total_epsilon: float = 0.0
     delta: float = 0.0
     releases: int = 0
     max_epsilon: float = 0.0
+    conditional: bool = False
+    local_epsilon: float | None = None
+    max_local_epsilon: float | None = None
 
 
 class StoredLocalModel(msgspec.Struct, frozen=True):

@@ -40,9 +40,12 @@ function Keys({ status: { aggregator_key, enrollment, sums } }) {
 
 export function Privacy({ status }) {
   const { privacy, sums } = status;
+  const local = privacy.local_epsilon;
+  const condition = local === null ? "" : ", conditional";
   return html`<dl class="figures">
-      <${Figure} name="Epsilon of a submission" value=${privacy.epsilon} note="delta ${privacy.delta}" />
-      <${Figure} name="Epsilon of a device" value=${`≤ ${privacy.max_epsilon}`} note="of all its submissions" />
+      <${Figure} name="Epsilon of a submission" value=${privacy.epsilon} note=${`delta ${privacy.delta}${condition}`} />
+      <${Figure} name="Epsilon of a device" value=${`≤ ${privacy.max_epsilon}`} note=${`of all its submissions${condition}`} />
+      ${local !== null && html`<${Figure} name="Local epsilon" value=${local.toFixed(2)} note="to both operators; conditional ones need an honest second operator" />`}
       <${Figure}
         name="Greatest epsilon spent"
         value=${privacy.spent === null ? "none" : privacy.spent.toFixed(2)}

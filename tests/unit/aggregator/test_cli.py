@@ -304,6 +304,8 @@ def test_private_task_needs_files_of_two_parties(folder: Path) -> None:
     assert f"owners give --second-operator {seal_key} to edge-client" in done.output
     assert "of a class: below that the head can miss it" in done.output
     assert "the second operator opens them, and sees no sum" in done.output
+    assert "conditional: they hold only if the second operator is honest" in done.output
+    assert "a local epsilon of 1.8 to both; limit: --max-local-epsilon" in done.output
     task, _ = load_task(folder / "task.toml")
     assert (task.algorithm, task.quorum) == ("statistics", 5)
     assert task.privacy.dp is not None

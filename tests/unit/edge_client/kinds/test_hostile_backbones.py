@@ -71,7 +71,7 @@ def test_a_private_tasks_backbones_are_opened_on_the_cpu(
 
     monkeypatch.setattr(image_features, "open_backbone", record)
     bench = PrivateBench(tmp_path, count=12)
-    bench.settings = replace(bench.settings, provider="cuda")
+    bench.settings = replace(bench.settings, provider="cuda", allow_non_private_tasks=True)
     bench.restart()
     private = bench.manifest
     for manifest in (private, without_privacy(private), private):

@@ -15,11 +15,12 @@ from edge_client.kinds.image_features import training_feature_keys
 from edge_client.kinds.prepared_submission import encode_submission
 from edge_client.kinds.private_submission import make_private_sums
 from edge_client.privacy import policy
-from edge_client.privacy.policy import NOT_MASKED, UNNAMED_OPERATOR, UNSOUND_SUM
+from edge_client.privacy.policy import LOCAL_BUDGET, NOT_MASKED, UNNAMED_OPERATOR, UNSOUND_SUM
 from edge_client.service.device import Device
 from edge_client.store import device_state
+from edge_client.store.stored_values import PrivacySpent
 from protocol.errors import PrivacyRefused
-from protocol.statistics.noisy_sums import UNITS, deviations
+from protocol.statistics.noisy_sums import MAX_DISCRETENESS, UNITS, deviations
 from protocol.statistics.public_map import PublicMap
 from protocol.statistics.secure_sums import mask_of, open_seed, submission_context
 from protocol.wire.arrays import to_array
@@ -28,6 +29,7 @@ from protocol.wire.signing import is_own_mask, public_key
 from tests.support.devices.device_factory import make_submission
 from tests.support.devices.worker_benches import WANTED, PrivateBench, private_task, without_privacy
 from tests.unit.edge_client.kinds.test_private_submission import restored_before_the_rows
+from tests.unit.protocol.statistics.test_gaussian_privacy import closed_form
 
 PRIVATE = bytes([7]) * 32
 OPERATOR = SecondOperator(
@@ -187,6 +189,54 @@ def test_owner_has_to_name_the_second_operator(bench: PrivateBench) -> None:
     bench.settings = replace(bench.settings, second_operator=None)
     bench.restart()
     assert bench.refused() == UNNAMED_OPERATOR
+
+
+SHARE = closed_form({WANTED.noise_multiplier / OPERATOR.honest**0.5: 1}, WANTED.delta) + MAX_DISCRETENESS
+"""Epsilon of this device's noise alone."""
+
+
+def test_conditional_and_local_epsilon_are_stated(bench: PrivateBench) -> None:
+    """The sum's epsilon holds if the second operator is honest; the local one holds against both."""
+    bench.upload()
+    spent = bench.store.get(PrivacySpent)
+    assert spent.conditional
+    assert spent.local_epsilon == pytest.approx(SHARE, rel=1e-3)
+    assert spent.total_epsilon < 0.5 * SHARE
+
+
+@pytest.mark.parametrize("limit", [0.99 * SHARE, 1.01 * SHARE])
+def test_max_local_epsilon_limits_all_that_both_operators_see(bench: PrivateBench, limit: float) -> None:
+    bench.settings = replace(bench.settings, max_local_epsilon=limit)
+    bench.restart()
+    if limit < SHARE:
+        assert bench.refused() == LOCAL_BUDGET
+        return
+    bench.upload()
+    bench.manifest = msgspec.structs.replace(bench.manifest, seed=1)
+    assert bench.refused() == LOCAL_BUDGET
+    assert len(bench.store.ledger.releases()) == 1
+
+
+def test_what_waits_is_not_uploaded_above_a_lower_max_local_epsilon(bench: PrivateBench) -> None:
+    bench.build()
+    bench.settings = replace(bench.settings, max_local_epsilon=0.99 * SHARE)
+    Device(bench.settings, bench.store)
+    assert bench.store.outbox.items() == ()
+
+
+def test_share_of_noise_that_is_not_recorded_is_unknown(bench: PrivateBench) -> None:
+    """Of releases of an earlier version: they keep what they have cost, and what both operators saw is unknown."""
+    bench.upload()
+    with bench.store._database.transaction() as database:
+        database.execute("UPDATE releases SET honest = 0")
+    bench.manifest = msgspec.structs.replace(bench.manifest, seed=1)
+    bench.upload()
+    spent = bench.store.get(PrivacySpent)
+    assert (spent.local_epsilon, spent.conditional, spent.releases) == (None, True, 2)
+    bench.settings = replace(bench.settings, max_local_epsilon=100.0)
+    bench.manifest = msgspec.structs.replace(bench.manifest, seed=2)
+    bench.restart()
+    assert bench.refused() == LOCAL_BUDGET
 
 
 def test_named_operator_forbids_what_was_built_without_it(tmp_path: Path) -> None:

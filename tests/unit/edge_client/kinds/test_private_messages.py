@@ -98,8 +98,11 @@ def test_info_after_a_private_release_reveals_nothing_until_the_next_submission(
     bench.upload()
     bench.manifest = without_privacy(bench.manifest)
     bench.store.set(StoredState(problems={"build": "/home/anna/images/secret.png: truncated"}))
-    info = bench.info()
-    assert (info.images, info.unusable_images, info.problem) == ({}, 0, policy.CANNOT)
+    for allow in (False, True):
+        bench.settings = replace(bench.settings, allow_non_private_tasks=allow)
+        bench.restart()
+        info = bench.info()
+        assert (info.images, info.unusable_images, info.problem) == ({}, 0, policy.CANNOT)
     bench.upload()
     assert bench.info().images == {"cat": 40, "dog": 40}
 

@@ -25,7 +25,7 @@ from edge_client.job.program import _Program
 from edge_client.kinds import private_submission
 from edge_client.kinds.image_features import Workspace, training_feature_keys
 from edge_client.kinds.prepared_submission import encode_submission
-from edge_client.privacy import charges, policy
+from edge_client.privacy import policy, spending
 from edge_client.privacy.policy import BUDGET, FAILED
 from edge_client.service.device import Device
 from edge_client.store import privacy_ledger
@@ -290,12 +290,12 @@ FAILURES: dict[str, tuple[str, Break]] = {
     "the accountant fails": (
         FAILED,
         lambda _, patch: patch.setattr(
-            charges, "epsilon_of_sums", Mock(side_effect=ArithmeticError("too small"))
+            spending, "epsilon_of_sums", Mock(side_effect=ArithmeticError("too small"))
         ),
     ),
     "the accountant gives no bound": (
         BUDGET,
-        lambda _, patch: patch.setattr(charges, "epsilon_of_sums", lambda *_, **__: math.inf),
+        lambda _, patch: patch.setattr(spending, "epsilon_of_sums", lambda *_, **__: math.inf),
     ),
     "the record cannot be written": (FAILED, lambda bench, _: _forget(bench, FULL)),
     "the marker cannot be written": (FAILED, lambda bench, _: (bench.folder / "state" / "releases").mkdir()),
@@ -524,7 +524,6 @@ NOISE = Perturbation(on="prototypes", noise="gaussian", scale=1.0)
         ({"program": PROGRAM}, policy.IN_ROUNDS),
         ({"perturbation": NOISE}, policy.BOTH),
         ({"alpha": 0.99}, policy.FILTERS),
-        ({"differential_privacy": msgspec.structs.replace(WANTED, delta=0.5)}, policy.LARGE_DELTA),
         ({"differential_privacy": msgspec.structs.replace(WANTED, noise_multiplier=0.3)}, BUDGET),
         ({"differential_privacy": msgspec.structs.replace(WANTED, noise_multiplier=0.01)}, policy.TOO_QUIET),
         ({"statistics": None}, policy.PRIVATE_PROTOTYPES),
@@ -545,6 +544,61 @@ def test_max_epsilon_refuses_tasks_without_differential_privacy(tmp_path: Path) 
     bench = PrivateBench(tmp_path, max_epsilon=5.0, differential_privacy=None)
     assert bench.refused() == policy.NOT_PRIVATE
     policy.check_task(bench.manifest)
+
+
+def test_device_that_has_made_private_submissions_is_silent_in_tasks_without_privacy(
+    bench: PrivateBench,
+) -> None:
+    """No budget has what such a task reveals. The owner may allow it, also with --max-epsilon."""
+    bench.upload()
+    bench.manifest = without_privacy(bench.manifest)
+    bench.restart()
+    assert bench.refused() == policy.NOT_PRIVATE
+    assert bench.info().images == {}
+    for max_epsilon in (None, 50.0):
+        bench.settings = replace(bench.settings, allow_non_private_tasks=True, max_epsilon=max_epsilon)
+        bench.manifest = msgspec.structs.replace(bench.manifest, seed=bench.manifest.seed + 1)
+        bench.restart()
+        assert bench.upload().privacy is None
+        assert bench.info().images == {"cat": 40, "dog": 40}
+
+
+def test_a_task_with_a_larger_delta_gets_no_more_of_the_budget(tmp_path: Path) -> None:
+    """Ten tasks together had an epsilon below the limit at their delta, and far above it at the owner's."""
+    bench = PrivateBench(tmp_path, count=6, max_epsilon=1.01 * ONE)
+    bench.upload()
+    weaker = msgspec.structs.replace(WANTED, noise_multiplier=8.0, delta=1e-3)
+    tasks = [
+        msgspec.structs.replace(bench.manifest, seed=number, differential_privacy=weaker)
+        for number in range(1, 11)
+    ]
+    for bench.manifest in tasks:
+        assert bench.refused() == BUDGET
+    assert bench.store.get(PrivacySpent).delta == WANTED.delta
+    bench.settings = replace(bench.settings, max_delta=1e-3)
+    bench.restart()
+    for bench.manifest in tasks:
+        bench.upload()
+    assert len(bench.store.ledger.releases()) == 11
+
+
+def test_a_smaller_delta_of_the_task_counts(bench: PrivateBench) -> None:
+    """The total is then what the task has promised."""
+    wanted = msgspec.structs.replace(WANTED, delta=1e-6)
+    bench.manifest = msgspec.structs.replace(bench.manifest, differential_privacy=wanted)
+    cost = bench.cost()
+    assert cost.delta == 1e-6
+    assert cost.total_epsilon == pytest.approx(closed_form({2.0: 1}, 1e-6) + MAX_DISCRETENESS, rel=1e-3)
+
+
+@pytest.mark.parametrize("max_delta", [1e-5, 1e-7])
+def test_what_waits_is_not_uploaded_above_the_limit_at_a_lower_max_delta(
+    bench: PrivateBench, max_delta: float
+) -> None:
+    built = bench.build()
+    bench.settings = replace(bench.settings, max_epsilon=1.01 * ONE, max_delta=max_delta)
+    Device(bench.settings, bench.store)
+    assert bench.store.outbox.items() == ((built.item,) if max_delta == 1e-5 else ())
 
 
 ZEROS = Evaluation(task=bytes(32), head_version=1, correct=(0, 0), incorrect=(0, 0))
@@ -577,7 +631,8 @@ def test_max_epsilon_is_for_what_was_built_before_it_too(
     kind: Literal["submission", "evaluation"] = (
         "submission" if isinstance(message, Submission) else "evaluation"
     )
-    assert policy.may_upload(encode(message), kind, max_epsilon=1.0) == allowed
+    is_within = lambda cost: cost.total_epsilon <= 1.0  # noqa: E731
+    assert policy.may_upload(encode(message), kind, is_within=is_within) == allowed
 
 
 def test_prototypes_without_noise_are_not_encoded_for_a_private_task(bench: PrivateBench) -> None:

@@ -16,7 +16,7 @@ from edge_client.images import extraction
 from edge_client.images.decoding import decoded
 from edge_client.job.program import Service
 from edge_client.kinds import private_submission
-from edge_client.privacy import charges
+from edge_client.privacy import spending
 from edge_client.privacy.charges import Charges
 from edge_client.privacy.policy import BUDGET
 from edge_client.privacy.sum_mechanism import noisy_sums
@@ -230,7 +230,7 @@ def test_a_denied_charge_is_not_recorded(bench: PrivateBench, monkeypatch: pytes
     for asked in (msgspec.structs.replace(LISTED, content=b"other rows"), Charge(b"labels", b"other")):
         with pytest.raises(PrivacyRefused, match=BUDGET):
             granted.answer(asked)
-    monkeypatch.setattr(charges, "epsilon_of_sums", Mock(side_effect=ArithmeticError("secret")))
+    monkeypatch.setattr(spending, "epsilon_of_sums", Mock(side_effect=ArithmeticError("secret")))
     with pytest.raises(PrivacyFailed):
         granted.answer(Charge(b"labels", b"other"))
     assert on_disk(bench) == before

@@ -22,14 +22,16 @@ from edge_client.core.state import StoredState, UploadItem
 from edge_client.store import outbox, stored_values
 from edge_client.store.culprit_record import MAX_ROWS
 from edge_client.store.culprits import MAX_DEATHS, Culprits
-from edge_client.store.device_state import DeviceState, default_device_id
+from edge_client.store.device_state import _BASE_VERSION, _SCHEMA, DeviceState, default_device_id
 from edge_client.store.head_trials import MAX_FAILURES
 from edge_client.store.job_folder import At, Built, Changes, FromJob, Result, Worked
 from edge_client.store.job_state import JobBlobs
+from edge_client.store.privacy_ledger import Release
 from edge_client.store.stored_values import (
     Epoch,
     Heads,
     InstalledHead,
+    PrivacySpent,
     SubmissionSequence,
 )
 from protocol.errors import (
@@ -111,10 +113,34 @@ def test_a_state_of_an_earlier_program_is_not_carried_over(tmp_path: Path, *, re
         with contextlib.closing(sqlite3.connect(tmp_path / "device.sqlite")) as database:
             database.execute(f"PRAGMA user_version = {version}")
         before = (tmp_path / "device.sqlite").read_bytes()
-        with pytest.raises(StateError, match=f"version {version}, expected 3: .* not carried over.*epsilon"):
+        with pytest.raises(
+            StateError, match=f"version {version}, expected [0-9]+: .* not carried over.*epsilon"
+        ):
             DeviceState(tmp_path, read_only=read_only)
         if read_only:
             assert (tmp_path / "device.sqlite").read_bytes() == before
+
+
+def test_a_ledger_of_the_first_schema_keeps_what_it_has_charged(tmp_path: Path) -> None:
+    """The share of noise of its releases is unknown."""
+    key, spent = (
+        bytes(32),
+        '{"epsilon":1.5,"total_epsilon":2.25,"delta":1e-05,"releases":2,"max_epsilon":4.0}',
+    )
+    with contextlib.closing(sqlite3.connect(tmp_path / "device.sqlite")) as database:
+        database.executescript(_SCHEMA)
+        rows = [(1, b"first", 2.0, None, b"rows"), (2, b"second", 3.0, key, None)]
+        database.executemany("INSERT INTO releases VALUES (?, ?, ?, ?, ?)", rows)
+        database.execute("INSERT INTO facts VALUES ('PrivacySpent', ?)", (spent,))
+        database.execute(f"PRAGMA user_version = {_BASE_VERSION + 1}")
+        database.commit()
+    (tmp_path / "releases").write_text("2\n")
+    for _ in range(2):
+        state = DeviceState(tmp_path)
+        assert state.ledger.releases() == tuple(Release(*row, honest=0) for row in rows)
+        assert state.get(PrivacySpent) == PrivacySpent(1.5, 2.25, 1e-5, 2, 4.0)
+        assert not state.ledger.is_empty()
+        state.close()
 
 
 def test_a_kill_while_the_database_is_made_leaves_none(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 
-from edge_client.privacy.policy import MAX_DELTA
+from edge_client.cli.options import MAX_DELTA
 from protocol.statistics.gaussian_privacy import MOST_LOSS, STEPS, epsilon_of, noise_multiplier
 
 
