@@ -29,21 +29,18 @@ class Target:
         takes: size and duration, without CUDA if there are builds with it.
         builds: packages that have a build with CUDA and one without; all are of one kind.
         with_cuda: size and duration with CUDA.
-        compiles: True if pip compiles all modules; False if Python compiles those that are imported.
     """
 
     extras: str
     takes: str
     builds: tuple[str, ...] = ()
     with_cuda: str = ""
-    compiles: bool = True
 
 
 TARGETS = {
     "demo": Target(
         "cpu,demo",
         takes="0.4 GB on disk, 0.1 GB to download, a minute",
-        compiles=False,
     ),
     "all": Target(
         "cpu,demo,cluster,train,export,dev",
@@ -130,10 +127,12 @@ def _newest_cpu_build(name: str, index: list[str]) -> str | None:
 
 
 def pip_install(target: Target, options: list[str]) -> bool:
-    """Install a target in editable form; return whether that succeeded."""
+    """Install a target in editable form; return whether that succeeded.
+
+    Python compiles the modules that it imports: all of them take pip a minute.
+    """
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
-    compiling = [] if target.compiles else ["--no-compile"]
-    return _pip("install", *quiet, *compiling, *options, "--editable", f".[{target.extras}]")
+    return _pip("install", *quiet, "--no-compile", *options, "--editable", f".[{target.extras}]")
 
 
 def _pip(*arguments: str) -> bool:

@@ -141,7 +141,7 @@ def test_readme_states_what_is_installed() -> None:
 
 
 def test_demo_needs_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither build is looked for, and pip compiles nothing: Python does, what it imports."""
+    """Neither build is looked for, and pip compiles nothing: Python compiles what it imports."""
     commands: list[tuple[str, ...]] = []
 
     def pip(*arguments: str) -> bool:
