@@ -1,4 +1,4 @@
-"""Authentication of devices: a signature is verified before anything in a frame or a presence is read or stored."""
+"""Authentication of devices: a signature is verified before anything in a message is read or stored."""
 
 import functools
 import time
@@ -6,8 +6,8 @@ import time
 from aggregator.intake.validation import Refused
 from aggregator.storage.devices import MAX_PINNED_DEVICES, Key, refusal_reason
 from aggregator.storage.store import Store
-from protocol.wire.messages import Frame, Presence, Reason
-from protocol.wire.signing import is_own_presence, is_own_transfer
+from protocol.wire.messages import Frame, Presence, PrivacyRecord, Reason
+from protocol.wire.signing import is_own_presence, is_own_record, is_own_transfer
 from protocol.wire.topics import device_topic
 
 VERIFIED = 4096
@@ -57,6 +57,12 @@ class FrameAuthenticator:
                 "unknown_device",
                 f"{device} is not enrolled, like {MAX_PINNED_DEVICES} others: `aggregator enroll` the fleet's devices",
             )
+
+    def check_record(self, device: str, record: PrivacyRecord) -> None:
+        """Check the signature of a device's record of its releases, as that of a presence; raises Refused."""
+        self.check_name(device, public=record.key)
+        if not is_own_record(record, public=record.key, topic=device_topic(self._fleet, device, "get")):
+            raise Refused("signature", f"the record is not signed with the key of {device}")
 
     def check_presence(self, device: str, presence: Presence) -> None:
         """Check a presence's signature; a device whose key is not known may sign with any.

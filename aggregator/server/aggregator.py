@@ -105,6 +105,7 @@ class Aggregator:
             uploads=self._uploads,
             publisher=self._publisher,
             blob_sender=self._blob_sender,
+            key=key,
         )
         self._update_releases()
 

@@ -23,7 +23,7 @@ from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task_preparation import Task
 from protocol.errors import MalformedMessage, VersionMismatch
 from protocol.statistics.secure_sums import submission_context
-from protocol.wire.codec import FrameView, decode, is_probe
+from protocol.wire.codec import FrameView, decode, is_probe, message_kind
 from protocol.wire.messages import (
     MAX_FRAME_BYTES,
     MAX_MANIFEST_BYTES,
@@ -32,14 +32,15 @@ from protocol.wire.messages import (
     Evaluation,
     MaskedSubmission,
     Presence,
+    PrivacyRecord,
     Reason,
     Receipt,
     SealedMask,
     Submission,
     TaskManifest,
 )
-from protocol.wire.signing import is_own_mask
-from protocol.wire.topics import parse_device_topic
+from protocol.wire.signing import is_own_mask, sign_record
+from protocol.wire.topics import device_topic, parse_device_topic
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class _Upload:
     """The row of a submission; None for an evaluation."""
 
 
-_Item = _LateFrame | _Report | _Upload | Refused
+_Item = _LateFrame | _Report | _Upload | PrivacyRecord | Refused
 
 
 @dataclass(kw_only=True)
@@ -100,8 +101,10 @@ class DeviceMessages:
     view: StoreView
     accepted: AcceptedSubmissions
     blob_sender: BlobSender
-    receipts: list[tuple[str, Receipt]] = field(default_factory=list, init=False)
-    """Device and receipt, to be published once the messages are durable."""
+    key: bytes
+    """The aggregator's private key, 32 bytes."""
+    receipts: list[tuple[str, Receipt | PrivacyRecord]] = field(default_factory=list, init=False)
+    """Device and receipt, or the answer to its record, to be published once the messages are durable."""
     _items: list[tuple[str, str, _Item]] = field(default_factory=list, init=False)
     """Messages to be stored: each with its device, and its channel for the detail of a refusal."""
     _complete: set[tuple[str, bytes]] = field(default_factory=set, init=False)
@@ -152,6 +155,10 @@ class DeviceMessages:
             return _Report(channel, payload)
         if is_probe(payload):
             return None
+        if channel == "get" and message_kind(payload) == "privacy_record":
+            record = decode(payload, PrivacyRecord, max_bytes=MAX_MANIFEST_BYTES)
+            self._authenticator.check_record(device, record)
+            return record
         if channel == "get":
             self._take_request(device, decode(payload, BlobRequest, max_bytes=1024))
             return None
@@ -177,6 +184,8 @@ class DeviceMessages:
                     self._store_upload(device, upload)
             case _Upload():
                 self._store_upload(device, item)
+            case PrivacyRecord():
+                self._store_record(device, item)
 
     def _store_report(self, device: str, channel: str, payload: bytes) -> None:
         self._check_known(device)
@@ -197,6 +206,20 @@ class DeviceMessages:
             self._log.event(logging.WARNING, "device cannot take part", device=device, reason=info.problem)
         if info.warning and info.warning != before[1]:
             self._log.event(logging.WARNING, "device warns its operator", device=device, warning=info.warning)
+
+    def _store_record(self, device: str, record: PrivacyRecord) -> None:
+        """Store the releases that a device has made, and answer with all that it has ever reported."""
+        self._check_known(device)
+        if not self.store.devices.has_room_for(device):
+            raise Refused("unknown_device", f"{device} is one device too many for an open fleet")
+        releases, lost = self.store.devices.merge_releases(device, record.releases)
+        if lost:
+            text = "device has lost its record of private submissions, and gets the stored one"
+            self._log.event(logging.WARNING, text, device=device, submissions=lost)
+        if self._answered.take((device, None), now_s=time.monotonic()):
+            topic = device_topic(self.task.file.fleet, device, "ack")
+            answer = sign_record(PrivacyRecord(releases=releases), key=self.key, topic=topic)
+            self.receipts.append((device, answer))
 
     def _check_known(self, device: str) -> None:
         if self._allowed is not None and device not in self._allowed:

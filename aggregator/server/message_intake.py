@@ -9,6 +9,7 @@ from aggregator.server.store_view import StoreView
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task
 from protocol.mqtt import reconnecting_session as mqtt
+from protocol.wire.messages import Receipt
 
 
 class MessageIntake:
@@ -22,6 +23,7 @@ class MessageIntake:
         uploads: Uploads,
         publisher: Publisher,
         blob_sender: BlobSender,
+        key: bytes,
     ) -> None:
         self.store = store
         self.uploads = uploads
@@ -38,6 +40,7 @@ class MessageIntake:
             view=self.view,
             accepted=self._accepted,
             blob_sender=blob_sender,
+            key=key,
         )
 
     def handle(self, messages: list[mqtt.Received]) -> bool:
@@ -50,7 +53,9 @@ class MessageIntake:
         receipts, self._messages.receipts = self._messages.receipts, []
         for device, receipt in receipts:
             self.publisher.publish_to_device(device, "ack", receipt)
-        return any(receipt.reason == "unknown_round" for _, receipt in receipts)
+        return any(
+            isinstance(receipt, Receipt) and receipt.reason == "unknown_round" for _, receipt in receipts
+        )
 
     def _store(self, messages: list[mqtt.Received]) -> None:
         """Store all messages durably; raises StateError if one cannot be stored: then none is.

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal
 
 from aggregator.status.devices import Device
 from aggregator.status.model import Attention, Status
@@ -74,9 +75,19 @@ def _of_devices(status: Status) -> Iterator[Attention]:
     held = [each.device for each in status.quarantine if each.released_s is None and each.device in valid]
     if held:
         yield Attention("warning", f"{counted(len(held), 'device')} quarantined", names(held))
+    yield from _with_text(status.devices, _lost_record, "with a lost record of privacy", level="error")
     yield from _with_text(status.devices, lambda device: device.problem, "cannot take part")
     yield from _with_text(status.devices, lambda device: device.warning, "with a warning")
     yield from _with_text(status.devices, _drift, "with other images than at the upload")
+
+
+def _lost_record(device: Device) -> str:
+    if not device.lost_releases:
+        return ""
+    return (
+        f"its record lacks {counted(device.lost_releases, 'private submission')} that it has reported before: its "
+        "state was lost or restored from a copy; it gets the record from here"
+    )
 
 
 def _drift(device: Device) -> str:
@@ -85,14 +96,20 @@ def _drift(device: Device) -> str:
     return f"drift {device.drift:.1f}: look at the camera, and label new images if they are to stay"
 
 
-def _with_text(devices: Iterable[Device], text_of: Callable[[Device], str], what: str) -> Iterator[Attention]:
+def _with_text(
+    devices: Iterable[Device],
+    text_of: Callable[[Device], str],
+    what: str,
+    *,
+    level: Literal["error", "warning"] = "warning",
+) -> Iterator[Attention]:
     """Yield one condition of all devices that have a text: with the first one's, and the names of others."""
     if not (found := [device for device in devices if text_of(device)]):
         return
     others = names([device.device for device in found[1:]])
     more = f"; also {others}" if others else ""
     text = f"{found[0].device}: {text_of(found[0])}{more}"
-    yield Attention("warning", f"{counted(len(found), 'device')} {what}", text)
+    yield Attention(level, f"{counted(len(found), 'device')} {what}", text)
 
 
 def _of_quotas(status: Status) -> Iterator[Attention]:

@@ -110,11 +110,19 @@ class Device(Accuracy, frozen=True, kw_only=True):
         Meta(description="Differential privacy: the greatest total that it has reported."),
         Metric("device_epsilon_max", "Greatest total epsilon that a device has reported.", greatest),
     ]
+    lost_releases: Annotated[
+        int,
+        Meta(
+            description="Differential privacy: submissions that its last record lacks and earlier ones had."
+        ),
+        Metric("devices_with_lost_privacy_record", "Devices that have lost a record of privacy.", number),
+    ]
 
 
 def devices_of(rows: Rows) -> Iterator[Device]:
     classes, known = rows.served.classes, frozenset(rows.served.classes)
     is_closed, epsilons = rows.store.keys.is_closed(), rows.store.devices.epsilons()
+    lost_releases = rows.store.devices.lost_releases()
     enrolled = {device for device, key in rows.keys.items() if key.enrolled and key.revoked_s is None}
     for device in sorted(rows.devices.keys() | rows.submissions.keys() | enrolled):
         record, submission = rows.devices.get(device), rows.submissions.get(device)
@@ -145,6 +153,7 @@ def devices_of(rows: Rows) -> Iterator[Device]:
             head=head,
             head_problem=_head_problem(rows, device),
             epsilon=epsilons.get(device),
+            lost_releases=lost_releases.get(device, 0),
             **accuracy_of(evaluations, totals_of(evaluations)),
             balanced=balanced_accuracy(evaluation.correct, evaluation.incorrect, rows.covered)
             if evaluation and rows.served.is_personal

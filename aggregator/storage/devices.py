@@ -12,7 +12,8 @@ from msgspec import Meta
 from aggregator.storage.changes import change
 from aggregator.storage.stored_values import ClosedFleet, EarlierRefusals
 from protocol.storage.facts import Facts, Tables
-from protocol.wire.messages import DeviceInfo, Reason
+from protocol.wire.messages import MAX_RELEASED_KINDS, DeviceInfo, Reason, Released
+from protocol.wire.privacy_record import kinds_of, record_of
 
 Value = TypeVar("Value")
 
@@ -260,13 +261,38 @@ class Devices:
     def raise_epsilon(self, device: str, total: float) -> None:
         """Store the greatest total epsilon that a device has reported, over all tasks."""
         self._database.write(
-            "INSERT INTO epsilons VALUES (?, ?) ON CONFLICT (device) DO UPDATE SET total = excluded.total "
-            "WHERE excluded.total > epsilons.total",
+            "INSERT INTO epsilons (device, total) VALUES (?, ?) ON CONFLICT (device) "
+            "DO UPDATE SET total = excluded.total WHERE excluded.total > epsilons.total",
             *(device, total),
         )
 
     def epsilons(self) -> dict[str, float]:
-        return dict(self._database.read("SELECT device, total FROM epsilons"))
+        return dict(self._database.read("SELECT device, total FROM epsilons WHERE total > 0"))
+
+    def merge_releases(self, device: str, reported: tuple[Released, ...]) -> tuple[tuple[Released, ...], int]:
+        """Store the releases that a device reports beside those that it has reported before.
+
+        Returns all of them, and how many the report lacks. A device that has too many kinds of releases keeps those
+        that are stored.
+        """
+        rows = self._database.read("SELECT releases, lost FROM epsilons WHERE device = ?", device)
+        text, lost = rows[0] if rows else ("[]", 0)
+        stored, own = self._database.decode(text, tuple[Released, ...]), kinds_of(reported)
+        kinds = kinds_of(stored)
+        merged, lacking = record_of(kinds | own), (kinds - own).total()
+        if len(merged) > MAX_RELEASED_KINDS:
+            merged = stored
+        if (merged, lacking) != (stored, lost):
+            self._database.write(
+                "INSERT INTO epsilons (device, releases, lost) VALUES (?, ?, ?) ON CONFLICT (device) "
+                "DO UPDATE SET releases = excluded.releases, lost = excluded.lost",
+                *(device, msgspec.json.encode(merged).decode(), lacking),
+            )
+        return merged, lacking
+
+    def lost_releases(self) -> dict[str, int]:
+        """Return how many of its releases the last report of a device lacks, for devices with such a report."""
+        return dict(self._database.read("SELECT device, lost FROM epsilons WHERE lost > 0"))
 
 
 class Refusal(msgspec.Struct, frozen=True):

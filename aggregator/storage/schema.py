@@ -9,7 +9,10 @@ MIGRATIONS = (
         device TEXT PRIMARY KEY, state TEXT NOT NULL DEFAULT 'unknown', seen_s REAL NOT NULL,
         info TEXT NOT NULL DEFAULT 'null'
     ) STRICT;
-    CREATE TABLE epsilons (device TEXT PRIMARY KEY, total REAL NOT NULL) STRICT;
+    CREATE TABLE epsilons (
+        device TEXT PRIMARY KEY, total REAL NOT NULL DEFAULT 0, releases TEXT NOT NULL DEFAULT '[]',
+        lost INTEGER NOT NULL DEFAULT 0
+    ) STRICT;
     CREATE TABLE keys (
         device TEXT PRIMARY KEY, public BLOB NOT NULL, enrolled INTEGER NOT NULL, since_s REAL NOT NULL,
         serial TEXT NOT NULL DEFAULT '', revoked_s REAL

@@ -12,7 +12,7 @@ from edge_client.cli.predict import predict_command
 from edge_client.cli.review import review_command
 from edge_client.cli.run import dry_run_command, run_command
 from edge_client.cli.serve import serve_command
-from edge_client.cli.status import make_key_command, status_command, take_over_command
+from edge_client.cli.status import adopt_spent_command, make_key_command, status_command, take_over_command
 from edge_client.cli.watch import watch_command
 from protocol.cli import Commands, examples, run
 
@@ -57,6 +57,7 @@ for _command in (
     watch_command,
     review_command,
     take_over_command,
+    adopt_spent_command,
     make_key_command,
 ):
     cli.add_command(_command)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from edge_client.cli.options import as_json_text, open_state, state_options
+from edge_client.cli.options import MAX_DELTA, as_json_text, open_state, state_options
 from protocol.cli import counted, examples, say
+from protocol.statistics.noisy_sums import MOST_EPSILON
 
 if TYPE_CHECKING:
     from edge_client.store.device_state import DeviceState
@@ -50,9 +51,11 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
         say(f"features   {extraction['done']} of {extraction['total']} images{speed and f', {speed}'}")
     _say_left_out(summary)
     if spent is not None:
+        limit = f" of {spent['max_epsilon']:g}" if spent["max_epsilon"] else ""
         say(
-            f"privacy    epsilon {spent['total_epsilon']:.3f} of {spent['max_epsilon']:g} spent in "
+            f"privacy    epsilon {spent['total_epsilon']:.3f}{limit} spent in "
             f"{counted(spent['releases'], 'submission')}, at delta {spent['delta']:g}"
+            + (f", of which {spent['adopted']} are adopted" if spent["adopted"] else "")
             + (
                 ", conditional: it holds only if the second operator is honest"
                 if spent["conditional"]
@@ -138,6 +141,32 @@ def make_key_command(*, file: Path) -> None:
     from protocol.wire.signing import public_key
 
     say(public_key(read_or_make_key(file)).hex())
+
+
+@click.command(
+    "adopt-spent", epilog=examples("edge-client adopt-spent", "edge-client adopt-spent --epsilon 3.2")
+)
+@state_options
+@click.option(
+    "--epsilon",
+    type=click.FloatRange(0, MOST_EPSILON, min_open=True),
+    help="What was spent that neither this state nor the aggregator knows, as of a device that has got another name.",
+)
+@click.option(
+    "--delta",
+    type=click.FloatRange(0, MAX_DELTA, min_open=True),
+    default=1e-5,
+    show_default=True,
+    help="The delta of it.",
+)
+def adopt_spent_command(*, fleet: str, state: Path | None, epsilon: float | None, delta: float) -> None:
+    """Record what was spent on privacy, on a device whose record is damaged or lost.
+
+    What is left of the record stays. An intact device does without it: it adopts what the aggregator has stored.
+    """
+    from edge_client.privacy.adoption import adopt_spent
+
+    say(adopt_spent(open_state(state, fleet, lock=True), epsilon=epsilon, delta=delta))
 
 
 @click.command("take-over", epilog=examples("edge-client take-over --state /var/lib/protofleet/edge-client"))

@@ -134,6 +134,15 @@ class SpaceFreed(Occurrence, frozen=True):
     works: frozenset[Work]
 
 
+class RecordAdopted(Occurrence, frozen=True):
+    """The device has what the aggregator names of its releases under differential privacy.
+
+    The aggregator has the device's own, too, if it `is_complete`.
+    """
+
+    is_complete: bool
+
+
 class ImagesChanged(Occurrence, frozen=True):
     """The images differ from those of the last build."""
 
@@ -207,6 +216,10 @@ class SendFrames(Action, frozen=True):
 
     item: UploadItem
     ranges: Ranges
+
+
+class SendRecord(Action, frozen=True):
+    """Send the record of the device's releases, which the aggregator answers with its own; RecordAdopted follows."""
 
 
 class CheckOutbox(Action, frozen=True):

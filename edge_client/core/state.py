@@ -161,6 +161,9 @@ class State:
         stored_build_problem: why that start's last build had no submission, until there is another build. It is not
             published: its task may have been another one.
         stored: digests of the blobs on disk.
+        has_record: the aggregator has named, since the start, what this device has released under differential privacy.
+        record_due_s: time at which the device sends its record; infinite once it is answered.
+        record_attempts: times that it was sent without an answer.
         packet_bytes: payload of a frame that the broker of the last connection accepts.
         upload_frames: payload of a frame that the link carries to the broker.
         download_frames: payload of a frame that it carries from there.
@@ -193,6 +196,9 @@ class State:
     stored_build_problem: str = ""
     stored: frozenset[bytes] = frozenset()
     connected: bool = False
+    has_record: bool = False
+    record_due_s: float = 0.0
+    record_attempts: int = 0
     packet_bytes: int = MAX_CHUNK_BYTES
     upload_frames: FrameSize = field(default_factory=FrameSize)
     download_frames: FrameSize = field(default_factory=FrameSize)

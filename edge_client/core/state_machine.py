@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import Literal
 
 from edge_client.core import downloads, events, uploads
-from edge_client.core.state import Mode, State, Work, head_key
+from edge_client.core.state import MAX_DAMAGED, Mode, State, Work, head_key
+from edge_client.core.submission_kinds import kind_of
 from protocol.mqtt import events as mqtt
 from protocol.retry_delay import retry_delay_s
 from protocol.wire.codec import digest_of, encode
@@ -27,6 +28,7 @@ def step(state: State, event: events.Event, *, now_s: float) -> events.Step:
         downloads.choose,
         _install_and_build,
         downloads.request_due,
+        _send_record,
         uploads.query_due,
         _exit_if_done,
     ):
@@ -38,14 +40,15 @@ def step(state: State, event: events.Event, *, now_s: float) -> events.Step:
 def _react(state: State, event: events.Event, now_s: float) -> events.Step:  # noqa: C901, PLR0911, PLR0912 - one case per event
     match event:
         case mqtt.Connected(max_packet_bytes=limit):
-            return replace(_restart_transfers(state), connected=True, packet_bytes=chunk_bytes(limit)), ()
+            state = _with_record_due(_restart_transfers(state))
+            return replace(state, connected=True, packet_bytes=chunk_bytes(limit)), ()
         case mqtt.Disconnected():
             return replace(downloads.cut(uploads.cut(state)), connected=False), ()
         case events.AggregatorReconnected():
             return _restart_transfers(state), ()
         case events.AggregatorStarted():
             # It may send now what it could not send, or sent wrong, before.
-            return replace(_restart_transfers(uploads.confirm(state)), refused=None), ()
+            return replace(_with_record_due(_restart_transfers(uploads.confirm(state))), refused=None), ()
         case mqtt.Drained():
             return uploads.send_next(state, now_s)
         case mqtt.Unsendable(reason=reason):
@@ -87,6 +90,9 @@ def _react(state: State, event: events.Event, now_s: float) -> events.Step:  # n
         case events.SpaceFreed(works=works):
             left = {work: missing for work, missing in state.missing_space.items() if work not in works}
             return replace(state, missing_space=left), ()
+        case events.RecordAdopted(is_complete=is_complete):
+            due_s = float("inf") if is_complete else state.record_due_s
+            return replace(state, has_record=True, record_due_s=due_s), ()
         case events.ImagesChanged():
             return replace(state, images_changed=True), ()
     return state, ()
@@ -113,11 +119,33 @@ def _install_and_build(state: State, now_s: float) -> events.Step:
     else:
         is_due = seen is not None and seen.number != state.joined_round
     is_due |= now_s >= state.retry_at_s and (manifest.program is None or seen is not None)
+    is_due &= state.has_record or not _has_record(state)
     if not is_due or not state.can_build or stale & {"task", "round"} or "build" in state.missing_space:
         return state, actions
     number = seen.number if seen else state.joined_round
     state = replace(state, joined_round=number, images_changed=False, building=True, retry_at_s=float("inf"))
     return state, (*actions, events.BuildSubmission(task, manifest, seen))
+
+
+def _has_record(state: State) -> bool:
+    """Return whether the device and the aggregator compare what was released under differential privacy."""
+    is_private = state.manifest is not None and kind_of(state.manifest).is_private
+    return is_private and state.mode is not Mode.DRY_RUN
+
+
+def _with_record_due(state: State) -> State:
+    return replace(state, record_due_s=0.0, record_attempts=0)
+
+
+def _send_record(state: State, now_s: float) -> events.Step:
+    """Send the record of releases until the aggregator has answered; nothing is released before its first answer."""
+    if not state.connected or now_s < state.record_due_s or not _has_record(state):
+        return state, ()
+    attempts = state.record_attempts + 1
+    state = replace(state, record_attempts=attempts, record_due_s=now_s + retry_delay_s(attempts))
+    text = "waiting for the aggregator's record of what this device has spent on privacy; retrying"
+    is_late = attempts == MAX_DAMAGED and not state.has_record
+    return state, (events.SendRecord(), *([events.Log(text, error=True)] if is_late else []))
 
 
 def _exit_if_done(state: State, _now_s: float) -> events.Step:
@@ -208,6 +236,7 @@ def _built(state: State, built: events.SubmissionBuilt, now_s: float) -> events.
         return state, (events.Exit(1, built.reason),)
     if state.mode is Mode.DRY_RUN:
         return state, (events.Exit(0),)
+    state = _with_record_due(state)
     if built.item.received:
         state = replace(state, received_submission=built.item)
     return uploads.start(state, built.item), ()

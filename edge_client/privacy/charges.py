@@ -9,7 +9,7 @@ import msgspec
 from edge_client.config import Settings
 from edge_client.privacy.noise_key import KEY_BYTES
 from edge_client.privacy.policy import BUDGET, FAILED, LOCAL_BUDGET
-from edge_client.privacy.spending import is_conditional, local_epsilon, total_epsilon
+from edge_client.privacy.spending import is_conditional, local_epsilon, spent_by, total_epsilon
 from edge_client.store.device_state import DeviceState
 from edge_client.store.job_folder import Charge, Grant
 from edge_client.store.privacy_ledger import Ledger, Release
@@ -167,12 +167,7 @@ class Charges:
         if self._manifest.second_operator is not None and max_local is not None and not local <= max_local:
             event(log, logging.ERROR, text, local_epsilon=local, max_local_epsilon=max_local)
             raise PrivacyRefused(LOCAL_BUDGET)
-        return PrivacySpent(
-            *(cost.epsilon, cost.total_epsilon, cost.delta, len(releases), limit),
-            conditional=is_conditional(releases),
-            local_epsilon=local if math.isfinite(local) else None,
-            max_local_epsilon=max_local,
-        )
+        return spent_by(releases, delta=self._delta, settings=settings, max_epsilon=limit)
 
     def _cost(self, releases: tuple[Release, ...]) -> Privacy:
         return Privacy(

@@ -1,10 +1,16 @@
 """The privacy loss of a device's releases together. Pure."""
 
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from edge_client.config import Settings
 from edge_client.store.privacy_ledger import Release
+from edge_client.store.stored_values import PrivacySpent
 from protocol.statistics.noisy_sums import epsilon_of_sums, share_of_noise
+
+MOST = 1e6
+"""Stored in place of an infinite epsilon, which JSON lacks."""
 
 
 def total_epsilon(releases: Iterable[Release], *, delta: float) -> float:
@@ -29,3 +35,26 @@ def local_epsilon(releases: Iterable[Release], *, delta: float) -> float:
 def is_conditional(releases: Iterable[Release]) -> bool:
     """Return whether `total_epsilon` holds only if a second operator is honest."""
     return any(each.honest != 1 for each in releases)
+
+
+def spent_by(
+    releases: Sequence[Release],
+    *,
+    delta: float,
+    settings: Settings | None,
+    max_epsilon: float = 0.0,
+    adopted: int = 0,
+) -> PrivacySpent:
+    """Return what releases cost, with the limits of the device's owner; `max_epsilon` 0 takes that of the owner."""
+    local = local_epsilon(releases, delta=delta)
+    return PrivacySpent(
+        epsilon=0.0 if adopted else total_epsilon(releases[-1:], delta=delta),
+        total_epsilon=min(total_epsilon(releases, delta=delta), MOST),
+        delta=delta,
+        releases=len(releases),
+        max_epsilon=max_epsilon or (settings.max_epsilon if settings else None) or 0.0,
+        conditional=is_conditional(releases),
+        local_epsilon=local if math.isfinite(local) else None,
+        max_local_epsilon=settings.max_local_epsilon if settings else None,
+        adopted=adopted,
+    )

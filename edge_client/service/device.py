@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from edge_client.config import Settings
 from edge_client.core import events, state_machine
 from edge_client.core.state import Mode, State, StoredState, UploadItem
+from edge_client.privacy.adoption import adopt, record_in
 from edge_client.privacy.charges import is_within_limits, requires_privacy
 from edge_client.privacy.policy import may_upload
 from edge_client.service import notices
@@ -27,9 +28,17 @@ from edge_client.store.disk_space import DiskAlmostFull, free_bytes
 from edge_client.store.stored_values import (
     Heads,
     Holdout,
+    PrivacySpent,
 )
 from protocol.cli import plain
-from protocol.errors import BackboneMismatch, ConfigError, MalformedMessage, ProtofleetError, StateError
+from protocol.errors import (
+    BackboneMismatch,
+    ConfigError,
+    MalformedMessage,
+    PrivacyRefused,
+    ProtofleetError,
+    StateError,
+)
 from protocol.log import event as log_event
 from protocol.log import notify
 from protocol.mqtt import reconnecting_session as mqtt
@@ -40,6 +49,7 @@ from protocol.wire.messages import (
     MAX_MANIFEST_BYTES,
     DeviceInfo,
     Presence,
+    PrivacyRecord,
     Receipt,
     RoundManifest,
     TaskManifest,
@@ -269,6 +279,9 @@ class Device:
             case events.TaskSeen():
                 self._take_task(message)
                 return
+            case PrivacyRecord():
+                self._compare_record(message)
+                return
             case RoundManifest() if message != self._state.round and not self._is_dry_run:
                 before, digest = self._state.durable.round, self._store.blobs.put(encode(message))
                 self._step(message)
@@ -386,6 +399,8 @@ class Device:
             case events.AppendBlob():
                 if finished := self._downloads.append(action):
                     self._events.put(finished)
+            case events.SendRecord():
+                self._compare_record(None)
             case events.SendFrames():
                 if not self._publisher.send_frames(action):  # replaced by a newer item
                     self._events.put(events.OutboxSeen(self._store.outbox.items()))
@@ -397,6 +412,20 @@ class Device:
                 log.log(logging.ERROR if error else logging.INFO, "%s", text)
             case events.Exit():
                 self._exit = action
+
+    def _compare_record(self, named: PrivacyRecord | None) -> None:
+        """Send the record of the device's releases, or adopt what the aggregator's answer has of others.
+
+        A damaged ledger has no record: the build says so.
+        """
+        is_complete = True
+        with contextlib.suppress(PrivacyRefused):
+            if named is None:
+                self._publisher.send_record(record_in(self._store.ledger))
+                return
+            is_complete = adopt(self._store, self._settings, named.releases)
+            self._info_is_due |= self._store.get(PrivacySpent).adopted > 0
+        self._events.put(events.RecordAdopted(is_complete=is_complete))
 
     def _check_outbox(self) -> None:
         """Build again what was damaged on disk: a submission from the images, an evaluation by another trial."""

@@ -13,18 +13,19 @@ from edge_client.core.state import Mode, StoredState
 from edge_client.store.device_state import DeviceState
 from protocol.errors import BadSignature, BlobLost, MalformedMessage
 from protocol.log import event
-from protocol.wire.codec import decode, digest_of, is_probe
+from protocol.wire.codec import decode, digest_of, is_probe, message_kind
 from protocol.wire.messages import (
     MAX_FRAME_BYTES,
     MAX_MANIFEST_BYTES,
     Frame,
     HeadManifest,
     Presence,
+    PrivacyRecord,
     Receipt,
     RoundManifest,
     TaskManifest,
 )
-from protocol.wire.signing import open_manifest
+from protocol.wire.signing import is_own_record, open_manifest
 from protocol.wire.topics import FleetChannel, device_topic, fleet_topic
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ Message = (
     | Frame
     | HeadManifest
     | Presence
+    | PrivacyRecord
     | Receipt
     | RoundManifest
 )
@@ -109,7 +111,7 @@ class Inbox:
             case "cast" | "own blk":
                 return decode(payload, Frame, max_bytes=MAX_FRAME_BYTES)
             case "own ack":
-                return decode(payload, Receipt, max_bytes=MAX_FRAME_BYTES)
+                return self._answer(topic, payload)
             case "task":
                 trust, body = self._trust, self._verified("task", payload)
                 return _task_seen(body, is_renewed=self._trust != trust)
@@ -122,6 +124,15 @@ class Inbox:
             case "own state":
                 return decode(payload, Presence, max_bytes=1024)
         return None
+
+    def _answer(self, topic: str, payload: bytes) -> Receipt | PrivacyRecord:
+        """Return a receipt, or a record that the aggregator has signed."""
+        if message_kind(payload) != "privacy_record":
+            return decode(payload, Receipt, max_bytes=MAX_FRAME_BYTES)
+        record = decode(payload, PrivacyRecord, max_bytes=MAX_MANIFEST_BYTES)
+        if not is_own_record(record, public=self._trust.key or b"", topic=topic):
+            raise BadSignature("a record of this device's releases is not signed with the aggregator's key")
+        return record
 
     def _verified(self, channel: FleetChannel, payload: bytes) -> bytes:
         """Return the body of a manifest that was verified, after its release is stored."""

@@ -9,12 +9,14 @@ from edge_client.core.events import RequestBlob, SendFrames
 from edge_client.core.state import Mode, State
 from edge_client.core.uploads import NO_SPACE
 from edge_client.privacy import policy
+from edge_client.privacy.adoption import ADOPTED
 from edge_client.privacy.charges import requires_privacy
 from edge_client.store.device_state import DeviceState
 from edge_client.store.stored_values import (
     BackboneProvider,
     Epoch,
     Heads,
+    PrivacySpent,
     SubmissionReport,
 )
 from protocol import __version__
@@ -27,8 +29,10 @@ from protocol.wire.messages import (
     DeviceInfo,
     Frame,
     Message,
+    PrivacyRecord,
+    Released,
 )
-from protocol.wire.signing import sign_frame
+from protocol.wire.signing import sign_frame, sign_record
 from protocol.wire.topics import RETAINED, DeviceChannel, device_topic, fleet_topic
 
 
@@ -83,6 +87,11 @@ class Publisher:
         message = BlobRequest(digest=request.digest, offset=request.offset, length=request.length)
         self.send(self._outgoing("get", message))
 
+    def send_record(self, releases: tuple[Released, ...]) -> None:
+        """Send the record of the device's releases under differential privacy."""
+        record = PrivacyRecord(releases=releases)
+        self.send(self._outgoing("get", sign_record(record, key=self._key, topic=self.topic("get"))))
+
     def send_frames(self, send: SendFrames) -> bool:
         """Send signed frames of an item; returns False if it is not in the outbox any more."""
         item, settings = send.item, self._settings
@@ -115,6 +124,7 @@ class Publisher:
         problem = policy.public_problem(_first(problems, "task", "space", "build"), bounded=bounded)
         # These reveal nothing about images.
         others = _first(problems, "download", "manifest", "upload")
+        adopted = ADOPTED if self._store.get(PrivacySpent).adopted else ""
         backbones = state.manifest.backbones if state.manifest is not None else ()
         return DeviceInfo(
             epoch=self.presence.epoch,
@@ -125,7 +135,7 @@ class Publisher:
             images={} if is_silent else {entry.name: entry.images for entry in submission.classes},
             unusable_images=0 if is_silent else len(submission.unusable),
             problem=(problem or ("" if others == NO_SPACE else others))[:256],
-            warning=(warning or ("" if is_silent else submission.lost_images))[:256],
+            warning=(warning or adopted or ("" if is_silent else submission.lost_images))[:256],
             head_version=head.version if head is not None and head.task == state.task else 0,
             refused_messages=dict(refused),
             drift=UNSET if is_silent or drift is None else drift,

@@ -16,7 +16,10 @@ from protocol.storage.blobstore import state_errors, write_atomically
 from protocol.storage.database import Database
 from protocol.storage.facts import Facts
 
-LOST = "the record of what was spent on privacy is damaged or lost: nothing is uploaded"
+LOST = (
+    "the record of what was spent on privacy is damaged or lost: nothing is uploaded until `edge-client adopt-spent` "
+    "has repaired it"
+)
 
 
 class Release(msgspec.Struct, frozen=True):
@@ -62,14 +65,13 @@ class Ledger:
         """
         releases = tuple(Release(*row) for row in self._database.read(f"{_SELECT} ORDER BY number"))
         count = len(releases)
-        sound = [release.number for release in releases] == list(range(1, count + 1)) and all(
-            math.isfinite(release.noise_multiplier) and release.noise_multiplier > 0 for release in releases
-        )
+        is_sound = all(map(_is_sound, releases)) and [each.number for each in releases] == [
+            *range(1, count + 1)
+        ]
         # The marker is written after the row: a power loss in between leaves it one behind.
-        marked = self._marked() in {count, count - 1}
-        if not (
-            sound and marked and (Facts(self._database).get(PrivacySpent) or PrivacySpent()).releases == count
-        ):
+        is_marked = self._marked() in {count, count - 1}
+        spent = Facts(self._database).get(PrivacySpent) or PrivacySpent()
+        if not (is_sound and is_marked and spent.releases == count):
             raise PrivacyRefused(LOST)
         return releases
 
@@ -88,6 +90,26 @@ class Ledger:
             Facts(self._database).put(spent)
         write_atomically(self._marker, b"%d\n" % release.number)
 
+    def left(self) -> tuple[Release, ...]:
+        """Return the releases that can be read, numbered anew, without their keys: those of a damaged ledger."""
+        rows = (Release(*row) for row in self._database.read(f"{_SELECT} ORDER BY number"))
+        return tuple(
+            msgspec.structs.replace(each, number=number, key=None)
+            for number, each in enumerate(filter(_is_sound, rows), 1)
+        )
+
+    def replace(self, releases: tuple[Release, ...], spent: PrivacySpent) -> None:
+        """Record releases in place of all others.
+
+        Raises:
+            StateError: the disk is full or fails.
+        """
+        with self._database.transaction() as database:
+            database.execute("DELETE FROM releases")
+            database.executemany(_INSERT, map(msgspec.structs.astuple, releases))
+            Facts(self._database).put(spent)
+        write_atomically(self._marker, b"%d\n" % len(releases))
+
     def bind(self, number: int, content: bytes) -> None:
         """Record durably which features a release's noise is for, before it is made.
 
@@ -103,3 +125,7 @@ class Ledger:
         with state_errors(self._marker):
             text = self._marker.read_bytes().strip()
         return int(text) if text.isdigit() else -2
+
+
+def _is_sound(release: Release) -> bool:
+    return math.isfinite(release.noise_multiplier) and release.noise_multiplier > 0

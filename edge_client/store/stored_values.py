@@ -134,6 +134,7 @@ class SubmissionReport(msgspec.Struct, frozen=True):
 class PrivacySpent(msgspec.Struct, frozen=True):
     """Privacy loss of the newest release and of all releases together, at `delta`, and the limits of the totals.
 
+    `adopted` of the newest releases are from the aggregator's record: this state had lost them.
     If it is `conditional`, it holds only if the second operator is honest; `local_epsilon` is that of all releases to
     both operators together, or None if it is unknown.
     """
@@ -146,6 +147,7 @@ class PrivacySpent(msgspec.Struct, frozen=True):
     conditional: bool = False
     local_epsilon: float | None = None
     max_local_epsilon: float | None = None
+    adopted: int = 0
 
 
 class StoredLocalModel(msgspec.Struct, frozen=True):

@@ -57,6 +57,9 @@ MAX_RELEASED = 2**24
 MAX_SUMMED = 1_000_000
 """Submissions in one sum."""
 
+MAX_RELEASED_KINDS = 1024
+"""Kinds of releases that a record of them has."""
+
 SEALED_BYTES = 80
 """Bytes of a sealed seed: a public key of 32, the seed of 32, and a tag of 16."""
 
@@ -628,6 +631,28 @@ class Receipt(Message, frozen=True, kw_only=True, tag="receipt"):
     """With `refused`: details for people."""
     sequence: Annotated[int, Meta(ge=0, le=2**62)] = 0
     """With the reason `superseded`: the stored sequence; the next submission needs a higher one."""
+
+
+class Released(msgspec.Struct, frozen=True, array_like=True):
+    """Releases of a device under differential privacy that cost the same."""
+
+    noise_multiplier: Annotated[float, Meta(gt=0, le=1e6)]
+    """That of their noise."""
+    honest: Annotated[int, Meta(ge=0, le=MAX_SUMMED)]
+    """Devices that have this noise together; 1 without a second operator, 0 if it is not known."""
+    times: Annotated[int, Meta(ge=1, le=100_000)]
+    """Number of such releases."""
+
+
+class PrivacyRecord(Message, frozen=True, kw_only=True, tag="privacy_record"):
+    """All releases of a device: what it has recorded, on `get`, and in answer what it has ever reported, on `ack`."""
+
+    releases: Annotated[tuple[Released, ...], Meta(max_length=MAX_RELEASED_KINDS)] = ()
+    """Each kind once."""
+    key: Annotated[bytes, Meta(max_length=32)] = b""
+    """Ed25519 public key of the sender."""
+    signature: Annotated[bytes, Meta(max_length=64)] = b""
+    """Of the record, for its topic."""
 
 
 class BlobRequest(Message, frozen=True, kw_only=True, tag="get"):

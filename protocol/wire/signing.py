@@ -17,6 +17,7 @@ from protocol.wire.messages import (
     Frame,
     KeyCertificate,
     Presence,
+    PrivacyRecord,
     SealedMask,
     Signed,
     SumReply,
@@ -146,6 +147,17 @@ def is_own_presence(presence: Presence, *, public: bytes, topic: str) -> bool:
     return presence.key == public and _verify(public, presence.signature, _presence(presence, topic))
 
 
+def sign_record(record: PrivacyRecord, *, key: bytes, topic: str) -> PrivacyRecord:
+    """Return a record with the public key and the signature of a private key (32 bytes), for one topic."""
+    signature = _private(key).sign(_record(record, topic))
+    return msgspec.structs.replace(record, key=public_key(key), signature=signature)
+
+
+def is_own_record(record: PrivacyRecord, *, public: bytes, topic: str) -> bool:
+    """Return whether a record is signed with the key whose public part (32 bytes) is given, for this topic."""
+    return record.key == public and _verify(public, record.signature, _record(record, topic))
+
+
 def _mask(mask: SealedMask, context: bytes) -> bytes:
     return b"protofleet 1 sealed mask %d\n" % mask.min_devices + context + b"\n" + mask.sealed
 
@@ -155,6 +167,10 @@ def _sum(reply: SumReply, fleet: str) -> bytes:
         return f"protofleet 1 no sum {fleet} {reply.request.hex()} {reply.problem}".encode()
     values = f"{reply.masks.dtype} {reply.masks.shape} {digest_of(reply.masks.data).hex()}"
     return f"protofleet 1 sum {fleet} {reply.request.hex()} {values}".encode()
+
+
+def _record(record: PrivacyRecord, topic: str) -> bytes:
+    return f"protofleet 1 privacy record {topic}\n".encode() + msgspec.msgpack.encode(record.releases)
 
 
 def _presence(presence: Presence, topic: str) -> bytes:

@@ -27,7 +27,7 @@ from edge_client.store.device_state import DeviceState
 from edge_client.store.job_folder import Shown
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Drained, Outgoing, Received
-from protocol.wire.codec import decode, digest_of, encode
+from protocol.wire.codec import decode, digest_of, encode, message_kind
 from protocol.wire.messages import (
     BlobRef,
     BlobRequest,
@@ -37,9 +37,13 @@ from protocol.wire.messages import (
     HeadManifest,
     HeadRef,
     Presence,
+    PrivacyRecord,
+    Released,
     RoundManifest,
     TaskManifest,
 )
+from protocol.wire.privacy_record import kinds_of, record_of
+from protocol.wire.signing import sign_record
 from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, fleet_topic
 from protocol.wire.transfer import Ranges, frames_of
 from tests.support.devices.device_factory import (
@@ -184,7 +188,7 @@ BROADCAST_S = 600.0
 
 _RELEASES = itertools.count(1)
 
-Message = TypeVar("Message", BlobRequest, DeviceInfo, Frame, Presence)
+Message = TypeVar("Message", BlobRequest, DeviceInfo, Frame, Presence, PrivacyRecord)
 
 
 _STARTED: list["DeviceBench"] = []
@@ -212,6 +216,8 @@ class DeviceBench:
         self._sessions: list[_Session] = []
         self._offers: dict[bytes, bytes] = {}
         self._answered = 0
+        self.named: tuple[Released, ...] | None = ()
+        """The releases that the aggregator names beside those of the device; None for no answer."""
         self._ending: BaseException | int | None = None
         self._thread: threading.Thread | None = None
 
@@ -226,6 +232,7 @@ class DeviceBench:
         self.settings = replace(self.settings, **changes)
         self._store = DeviceState(self.state)
         self.published, self._answered, self._ending, self._queues = [], 0, None, QuietQueues()
+        self._recorded = 0
         _STARTED.append(self)
         self.clock.install()
         try:
@@ -321,12 +328,26 @@ class DeviceBench:
 
     def sent(self, channel: DeviceChannel, kind: type[Message]) -> list[Message]:
         """Return what was sent on one of the device's topics since the start."""
-        topic = self.topic(channel)
-        return [decode(each.payload, kind, max_bytes=10**7) for each in self.published if each.topic == topic]
+        topic, tag = self.topic(channel), kind.__struct_config__.tag
+        return [
+            decode(each.payload, kind, max_bytes=10**7)
+            for each in self.published
+            if each.topic == topic and (channel != "get" or message_kind(each.payload) == tag)
+        ]
 
     @property
     def requests(self) -> list[BlobRequest]:
         return self.sent("get", BlobRequest)
+
+    @property
+    def records(self) -> list[PrivacyRecord]:
+        return self.sent("get", PrivacyRecord)
+
+    def name(self, releases: tuple[Released, ...], *, key: bytes = KEY) -> Self:
+        """Deliver what the aggregator has stored of the device's releases."""
+        topic = self.topic("ack")
+        record = sign_record(PrivacyRecord(releases=releases), key=key, topic=topic)
+        return self.receive(topic, encode(record))
 
     @property
     def info(self) -> DeviceInfo:
@@ -360,6 +381,10 @@ class DeviceBench:
         if isinstance(self._ending, BaseException):
             error, self._ending = self._ending, 1
             raise error
+        records, self._recorded = self.records[self._recorded :], len(self.records)
+        for record in records:
+            if self.named is not None:
+                self.name(record_of(kinds_of(record.releases) | kinds_of(self.named)))
         requests, self._answered = self.requests[self._answered :], len(self.requests)
         for request in requests:
             if (data := self._offers.get(request.digest)) is not None:

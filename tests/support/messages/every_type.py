@@ -25,8 +25,10 @@ from protocol.wire.messages import (
     Perturbation,
     Presence,
     Privacy,
+    PrivacyRecord,
     Program,
     Receipt,
+    Released,
     RoundManifest,
     SealedMask,
     SecondOperator,
@@ -203,6 +205,9 @@ SAMPLES: tuple[Message | Frame, ...] = (
         sequence=4,
     ),
     BlobRequest(digest=_DIGEST, offset=61_440, length=983_040),
+    PrivacyRecord(
+        releases=(Released(2.5, 1, 3), Released(3.727, 6, 1)), key=_DIGEST, signature=bytes(range(64))
+    ),
     Tensors(values={"prototypes": to_tensor(np.array([[0.0, 1.0]], dtype=np.float16))}),
 )
 

@@ -40,6 +40,7 @@ def messages(store: Store) -> DeviceMessages:
         view=view,
         accepted=AcceptedSubmissions(task.digest, task.file.settings, store),
         blob_sender=parts,
+        key=bytes(32),
     )
 
 
@@ -92,7 +93,7 @@ def test_receipts_are_limited(messages: DeviceMessages) -> None:
     messages.receipts.clear()
     request("a", bytes(32))
     request("b", b"x" * 32)
-    assert [(device, receipt.reason) for device, receipt in messages.receipts] == [
+    assert [(device, receipt.reason) for device, receipt in messages.receipts] == [  # type: ignore[union-attr]
         ("a", "rate_limited"),
         ("b", "unknown_blob"),
     ]

@@ -26,8 +26,16 @@ from protocol.errors import ThreadFailed
 from protocol.mqtt.reconnecting_session import Received
 from protocol.wire import topics
 from protocol.wire.codec import digest_of, encode
-from protocol.wire.messages import BlobRequest, Evaluation, Presence, Receipt, Submission
-from protocol.wire.signing import public_key, sign_frame
+from protocol.wire.messages import (
+    BlobRequest,
+    Evaluation,
+    Presence,
+    PrivacyRecord,
+    Receipt,
+    Released,
+    Submission,
+)
+from protocol.wire.signing import is_own_record, public_key, sign_frame, sign_record
 from protocol.wire.topics import device_topic
 from protocol.wire.transfer import Ranges, frames_of
 from tests.support.fleets.aggregator_process import FLEET, key_of, presence_of
@@ -47,6 +55,10 @@ TASK = served_task(
 )
 
 
+KEY = bytes(range(32))
+"""The aggregator's private key."""
+
+
 def _raise(failure: ThreadFailed) -> None:
     raise failure
 
@@ -57,7 +69,7 @@ class Bench:
     def __init__(self, store: Store, task: Task = TASK) -> None:
         blob_sender: Any = SimpleNamespace(request=lambda *_: 0.0)
         publisher: Any = SimpleNamespace(publish_to_device=lambda *sent: self.sent.append(sent))
-        self.sent: list[tuple[str, str, Receipt]] = []
+        self.sent: list[tuple[str, str, Any]] = []
         self.missed_rounds: list[bool] = []
         """The result of each `handle`."""
         self.intake = MessageIntake(
@@ -66,10 +78,11 @@ class Bench:
             uploads=Uploads(store, max_bytes=10**6, on_failure=_raise),
             publisher=publisher,
             blob_sender=blob_sender,
+            key=KEY,
         )
         self.intake.view.heads = IntakeHeads(2, frozenset({2}))
 
-    def handle(self, *messages: tuple[str, bytes]) -> list[tuple[str, Receipt]]:
+    def handle(self, *messages: tuple[str, bytes]) -> list[tuple[str, Any]]:
         """Handle a batch, and return its receipts."""
         received = [Received(topic, payload) for topic, payload in messages]
         self.missed_rounds.append(self.intake.handle(received))
@@ -79,6 +92,7 @@ class Bench:
     def answer(self, messages: list[tuple[str, bytes]]) -> Receipt:
         """Handle a batch, and return its only receipt."""
         ((_, receipt),) = self.handle(*messages)
+        assert isinstance(receipt, Receipt)
         return receipt
 
 
@@ -278,6 +292,42 @@ def test_submissions_above_the_quota_of_bytes_are_refused_before_they_are_sent(s
     store.submissions.put(TASK.digest, SubmissionRecord("dev", entry, len(payload), 5, 1, {0: 1}))
     assert bench.answer(query).status == "received"
     assert bench.answer(_upload(evaluation(task=TASK.digest, head_version=2))).status == "received"
+
+
+def _record(device: str, *releases: Released, key: str = "") -> tuple[str, bytes]:
+    topic = device_topic(FLEET, device, "get")
+    record = PrivacyRecord(releases=releases)
+    return topic, encode(sign_record(record, key=key_of(key or device), topic=topic))
+
+
+def test_record_of_private_releases_never_shrinks(store: Store) -> None:
+    """Each report is answered with all that the device has ever reported; what it lacks is an alarm."""
+    bench, one, two = Bench(store), Released(2.0, 1, 3), Released(3.0, 6, 1)
+    for reported, answered, lost in (
+        ((), (), 0),
+        ((one,), (one,), 0),
+        ((), (one,), 3),
+        ((Released(2.0, 1, 2), two), (one, two), 1),
+        ((one, two), (one, two), 0),
+        ((Released(2.0, 1, 4),), (Released(2.0, 1, 4), two), 1),
+    ):
+        ((device, answer),) = bench.handle(_record("a", *reported))
+        assert isinstance(answer, PrivacyRecord)
+        assert (device, answer.releases) == ("a", answered)
+        assert is_own_record(answer, public=public_key(KEY), topic=device_topic(FLEET, "a", "ack"))
+        assert store.devices.lost_releases() == ({"a": lost} if lost else {})
+        assert store.devices.epsilons() == {}
+
+
+def test_record_of_another_key_is_refused(store: Store) -> None:
+    """It would spend a device's budget."""
+    bench = Bench(store)
+    assert bench.answer(_upload(_numbered("a", 1), "a")).status == "received"
+    assert bench.handle(_record("a", Released(0.5, 1, 1), key="b")) == []
+    assert [(each.device, each.reason) for each in store.refusals.all()] == [("a", "signature")]
+    ((_, answer),) = bench.handle(_record("a"))
+    assert isinstance(answer, PrivacyRecord)
+    assert answer.releases == ()
 
 
 def test_closing_and_revoking_apply_at_once(store: Store) -> None:

@@ -29,7 +29,7 @@ from aggregator.storage.stop_reason import StopReason
 from aggregator.storage.store import Store
 from aggregator.storage.usage import FLEET, Usage
 from aggregator.sums.stored_lists import put_sums, sums_of
-from protocol.wire.messages import BlobRef, Confused, Evaluation
+from protocol.wire.messages import BlobRef, Confused, Evaluation, Released
 from tests.support.messages import heads
 from tests.support.messages.heads import initial_state, plan_head
 from tests.support.messages.submissions import TASK, device_info, evaluation
@@ -477,6 +477,18 @@ def test_forgotten_devices_are_shown(busy: Store) -> None:
         text,
     )
     assert re.search(r"forgotten gone since [0-9: -]+\n", text)
+
+
+def test_device_that_has_lost_its_record_of_privacy_is_an_alarm(tmp_path: Path) -> None:
+    with contextlib.closing(private_store(tmp_path)) as store:
+        store.devices.merge_releases("a", (Released(2.0, 1, 3),))
+        assert not [each for each in collected(store).attention if "lost record" in each.title]
+        store.devices.merge_releases("a", ())
+        (alarm,) = [each for each in collected(store).attention if "lost record" in each.title]
+        assert (alarm.level, alarm.title) == ("error", "1 device with a lost record of privacy")
+        assert alarm.text.startswith("a: its record lacks 3 private submissions")
+        store.devices.merge_releases("a", (Released(2.0, 1, 3),))
+        assert not [each for each in collected(store).attention if "lost record" in each.title]
 
 
 def test_privacy_and_sums_of_a_second_operator(tmp_path: Path) -> None:

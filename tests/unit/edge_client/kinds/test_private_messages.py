@@ -51,6 +51,8 @@ DECISIONS: dict[type[Any], dict[str, str]] = {
         **dict.fromkeys(["digest", "size_bytes", "offset", "data", "signature"], "of one of the above"),
     },
     messages.BlobRequest: {"v": "constant", **dict.fromkeys(["digest", "offset", "length"], "no image")},
+    messages.PrivacyRecord: {"v": "constant", **dict.fromkeys(["releases", "key", "signature"], "no image")},
+    messages.Released: dict.fromkeys(["noise_multiplier", "honest", "times"], "no image"),
     messages.Tensor: dict.fromkeys(["dtype", "shape", "data"], "noisy"),
 }  # fmt: skip
 

@@ -50,6 +50,7 @@ from protocol.wire.messages import (
     Privacy,
     Program,
     Receipt,
+    Released,
     SealedMask,
     SecondOperator,
     Signed,
@@ -85,7 +86,7 @@ def refused(envelope: Any, message_type: type[Message | Frame]) -> str:
 
 def test_every_wire_type_has_a_sample() -> None:
     inner = {BlobRef, HeadRef, KeyCertificate, Program, Statistics, Perturbation, DifferentialPrivacy}
-    inner |= {Block, Confused, Privacy, Tensor, SealedMask, SecondOperator, MaskedSubmission}
+    inner |= {Block, Confused, Privacy, Released, Tensor, SealedMask, SecondOperator, MaskedSubmission}
     assert {type(sample) for sample in SAMPLES} | inner == set(WIRE_TYPES)
 
 

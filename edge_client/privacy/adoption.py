@@ -1,0 +1,76 @@
+"""The aggregator's record of a device's releases: a device adopts those that its own ledger has lost.
+
+A state folder that is lost, or restored from an older copy, would otherwise renew a budget. That is protection against
+accidents: a dishonest aggregator can withhold the record.
+"""
+
+import logging
+
+from edge_client.config import Settings
+from edge_client.privacy.spending import MOST, spent_by
+from edge_client.store.device_state import DeviceState
+from edge_client.store.privacy_ledger import Ledger, Release
+from protocol.log import event
+from protocol.statistics.gaussian_privacy import STEPS, noise_multiplier
+from protocol.statistics.noisy_sums import epsilon_of_sums
+from protocol.wire.messages import Released
+from protocol.wire.privacy_record import Kinds, kinds_of, record_of
+
+log = logging.getLogger(__name__)
+
+ADOPTED = (
+    "this device's record of private submissions was lost or restored from an older copy: it has adopted the "
+    "aggregator's"
+)
+
+
+def record_in(ledger: Ledger) -> tuple[Released, ...]:
+    """Return the record of a device's releases; raises PrivacyRefused if some of them are lost."""
+    return record_of(_kinds(ledger.releases()))
+
+
+def adopt(store: DeviceState, settings: Settings, record: tuple[Released, ...]) -> bool:
+    """Record the releases that the aggregator names and the ledger lacks; return whether it names all of the ledger's.
+
+    Nothing more is recorded once epsilon is infinite: the budget is spent.
+
+    Raises:
+        PrivacyRefused: releases of the ledger are lost.
+        StateError: the disk is full or fails.
+    """
+    releases = store.ledger.releases()
+    own, named = _kinds(releases), kinds_of(record)
+    lacking = list((named - own).elements())
+    for number, kind in enumerate(lacking, 1):
+        releases = (*releases, _unknown(len(releases) + 1, kind.noise_multiplier, honest=kind.honest))
+        spent = spent_by(releases, delta=settings.max_delta, settings=settings, adopted=number)
+        store.ledger.charge(releases[-1], spent)
+        if spent.total_epsilon == MOST:
+            break
+    if lacking:
+        event(log, logging.WARNING, ADOPTED, releases=len(lacking))
+    return not own - named
+
+
+def adopt_spent(store: DeviceState, *, epsilon: float | None, delta: float) -> str:
+    """Repair a damaged ledger with what is left of it, add a release that costs `epsilon`; return what follows."""
+    left = store.ledger.left()
+    if epsilon is not None:
+        # The next smaller multiplier, since this one costs at most epsilon.
+        multiplier = noise_multiplier(epsilon, delta, cost=epsilon_of_sums) - 1 / STEPS
+        left = (*left, _unknown(len(left) + 1, multiplier, honest=0))
+    spent = spent_by(left, delta=delta, settings=None, adopted=len(left))
+    store.ledger.replace(left, spent)
+    return (
+        f"epsilon {spent.total_epsilon:.3f} of {len(left)} submissions at delta {delta:g} is recorded; at the next "
+        "start, the device adopts what the aggregator has stored of others under its name"
+    )
+
+
+def _unknown(number: int, multiplier: float, *, honest: int) -> Release:
+    """Return a release of images that are not known."""
+    return Release(number, b"", multiplier, None, honest=honest)
+
+
+def _kinds(releases: tuple[Release, ...]) -> Kinds:
+    return Kinds(Released(each.noise_multiplier, each.honest, 1) for each in releases)
