@@ -196,7 +196,8 @@ def _notes(task: "TaskFile") -> list[str]:
     if len(task.classes) == 1:
         notes.append("there is one class: every image will be classified as it")
     if (budget := task.privacy.dp) is not None:
-        multiplier = noise_multiplier(budget.epsilon, budget.delta, cost=epsilon_of_sums)
+        rows = budget.images_per_person or 1
+        multiplier = noise_multiplier(budget.epsilon, budget.delta, cost=epsilon_of_sums, rows=rows)
         shares = task.quorum / (1 if sums is None else sums.honest)
         hidden = math.ceil(deviations(multiplier)["counts"] / UNITS * math.sqrt(shares))
         notes.append(

@@ -1,14 +1,14 @@
 """The tables `[privacy]` of the task file, but for `[privacy.perturbation]`, which devices receive."""
 
 import math
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from protocol.statistics.gaussian_privacy import noise_multiplier
-from protocol.statistics.noisy_sums import epsilon_of_sums, share_of_noise
-from protocol.wire.messages import MAX_SUMMED, Perturbation
+from protocol.statistics.noisy_sums import epsilon_of_sums, rows_changed, share_of_noise
+from protocol.wire.messages import MAX_IMAGES_PER_PERSON, MAX_SUMMED, Perturbation
 
 
 class PrivacyBudget(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +22,36 @@ class PrivacyBudget(msgspec.Struct, frozen=True, kw_only=True):
     """Path of a file written by `protofleet public-map`, relative to the task file's folder."""
     max_epsilon: Annotated[float, Meta(gt=0, le=40, examples=[12.0])]
     """Privacy loss of all submissions of a device together. Submissions to earlier tasks count."""
+    unit: Literal["image", "person"] = "image"
+    """The unit of the privacy loss: one image, or one person with all images."""
+    images_per_person: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_IMAGES_PER_PERSON)] | None, Meta(examples=[10])
+    ] = None
+    """With `unit = "person"`: images of one person that count at most, and as many times the noise of one.
+
+    Of a person with more, a device chooses by a keyed hash. Persons are named by the column `person` of its list of
+    images, or by `person_level`. Where neither names one, all images count, and the owner states that nobody is on
+    more than so many.
+    """
+    person_level: Annotated[Annotated[int, Meta(ge=1, le=16)] | None, Meta(examples=[2])] = None
+    """With `unit = "person"`: the folder below a device's data folder that names the person.
+
+    With 2, it is the one in the class's folder: `CLASS/PERSON/image.jpg`.
+    """
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of a submission's noise divided by what one image can change."""
+        return noise_multiplier(self.epsilon, self.delta, cost=epsilon_of_sums, rows=self._rows)
+
+    def epsilon_of_share(self, *, honest: int) -> float:
+        """Return epsilon of a submission with the share of the noise of one of `honest` devices."""
+        share = share_of_noise(self.noise_multiplier, honest=honest)
+        return epsilon_of_sums({share / self._rows: 1}, delta=self.delta)
+
+    @property
+    def _rows(self) -> int:
+        return rows_changed(counted=self.images_per_person, images_per_person=self.images_per_person)
 
 
 class SumsSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +85,4 @@ class PrivacySettings(msgspec.Struct, frozen=True, kw_only=True):
         """Epsilon of a submission to both operators together: of one device's share of the noise. None without sums."""
         if self.dp is None or self.sums is None:
             return None
-        multiplier = noise_multiplier(self.dp.epsilon, self.dp.delta, cost=epsilon_of_sums)
-        share = share_of_noise(multiplier, honest=self.sums.honest)
-        return epsilon_of_sums({share: 1}, delta=self.dp.delta)
+        return self.dp.epsilon_of_share(honest=self.sums.honest)

@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from aggregator.algorithms.registry import ALGORITHMS, find_algorithm
+from aggregator.config.privacy import PrivacyBudget
 from aggregator.config.schema import TaskFile, described, task_type
 from protocol.answers import HOME_ASSISTANT, UNRECOGNIZED, UNSURE
 from protocol.class_folders import is_of_system
@@ -239,6 +240,7 @@ def _privacy(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
             ("privacy", "dp", "max_epsilon"),
             f"{dp.max_epsilon:g} is less than epsilon ({dp.epsilon:g}): no device could upload anything",
         )
+    yield from _unit(dp)
     if perturbation is not None:
         yield ("privacy", "perturbation"), "excludes [privacy.dp]: remove one of the two tables"
     if not task.method.sums:
@@ -250,6 +252,14 @@ def _privacy(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
             yield path, "[privacy.dp] does not use this setting: remove it"
     if not Path(dp.map).is_file():
         yield ("privacy", "dp", "map"), f"no file {Path(dp.map).name}: make it with `protofleet public-map`"
+
+
+def _unit(dp: PrivacyBudget) -> Iterator[Problem]:
+    if dp.unit == "person" and dp.images_per_person is None:
+        yield ("privacy", "dp", "images_per_person"), "missing: images of one person that count at most"
+    for name in ("images_per_person", "person_level"):
+        if dp.unit == "image" and getattr(dp, name) is not None:
+            yield ("privacy", "dp", name), 'needs unit = "person"'
 
 
 def _sums(task: TaskFile) -> Iterator[Problem]:

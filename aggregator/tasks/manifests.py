@@ -17,6 +17,7 @@ from protocol.statistics.noisy_sums import (
     discreteness,
     epsilon_of_sums,
     released_values,
+    rows_changed,
 )
 from protocol.wire.codec import encode
 from protocol.wire.messages import (
@@ -97,7 +98,9 @@ def accepts_blocks(task: TaskFile) -> bool:
 def _differential_privacy(
     budget: PrivacyBudget, *, classes: int, size: int, honest: int
 ) -> DifferentialPrivacy:
-    multiplier = noise_multiplier(budget.epsilon, budget.delta, cost=epsilon_of_sums)
+    images_per_person = budget.images_per_person
+    rows = rows_changed(counted=images_per_person, images_per_person=images_per_person)
+    multiplier = noise_multiplier(budget.epsilon, budget.delta, cost=epsilon_of_sums, rows=rows)
     if sum(released_values(classes=classes, size=size).values()) > MAX_RELEASED:
         raise ConfigError(f"`privacy.dp`: {classes} classes and {size} values are too many for a device")
     if discreteness(multiplier, classes=classes, size=size, honest=honest) > MAX_DISCRETENESS:
@@ -108,6 +111,8 @@ def _differential_privacy(
         noise_multiplier=multiplier,
         delta=budget.delta,
         max_epsilon=budget.max_epsilon,
+        images_per_person=images_per_person or UNSET,
+        person_level=budget.person_level or UNSET,
     )
 
 

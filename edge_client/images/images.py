@@ -57,6 +57,8 @@ class LabeledImage:
     ctime_ns: int = field(default=0, compare=False)
     """Time of the last change to the file, its name or its times."""
     inode: int = field(default=0, compare=False)
+    person: str = field(default="", compare=False)
+    """The person that a list names for it, or nothing."""
 
     @property
     def path(self) -> Path:
@@ -92,8 +94,8 @@ def scan_images(source: Path, classes: Sequence[str]) -> ImageScan:
 
     `source` is a folder with one sub-folder per class, searched recursively and ignoring hidden files, files without
     one of IMAGE_SUFFIXES, folders of the system and folders without permission, or a CSV file with the columns `path`
-    (relative to the file) and `label`, of which files that do not exist are left out. Columns are separated by commas,
-    or by semicolons or tabs as spreadsheets write them.
+    (relative to the file) and `label`, of which files that do not exist are left out, and perhaps `person`. Columns are
+    separated by commas, or by semicolons or tabs as spreadsheets write them.
 
     Raises:
         ConfigError: the source, or none of a list's files, can be read.
@@ -177,11 +179,13 @@ def _status(path: str | os.PathLike[str]) -> os.stat_result | None:
         return None
 
 
-def _image(folder: Path, relative: str, label: int, status: os.stat_result | None) -> LabeledImage:
+def _image(
+    folder: Path, relative: str, label: int, status: os.stat_result | None, person: str = ""
+) -> LabeledImage:
     if status is None:
-        return LabeledImage(folder, relative, label, size_bytes=0, mtime_ns=0)
+        return LabeledImage(folder, relative, label, size_bytes=0, mtime_ns=0, person=person)
     size, mtime_ns, ctime_ns = status.st_size, status.st_mtime_ns, status.st_ctime_ns
-    return LabeledImage(folder, relative, label, size, mtime_ns, ctime_ns, status.st_ino)
+    return LabeledImage(folder, relative, label, size, mtime_ns, ctime_ns, status.st_ino, person)
 
 
 def _in_folders(
@@ -343,7 +347,8 @@ def _listed(
     places: dict[str, str] = {}
     missing: list[int] = []
     first_missing = Path()
-    for line, relative, name in _rows(source):
+    persons: dict[str, str] = {}
+    for line, relative, name, person in _rows(source):
         label = labels.get(normal(name))
         if label is None:
             unknown.setdefault(name, f"{name!r} in line {line}")
@@ -361,7 +366,7 @@ def _listed(
         if place in lines:
             raise ConfigError(f"{source} line {line}: {relative} is already in line {lines[place]}")
         lines[place] = line
-        yield _image(source.parent, relative, label, status)
+        yield _image(source.parent, relative, label, status, persons.setdefault(person, normal(person)))
     if missing and not lines:
         raise ConfigError(
             f"{source} line {missing[0]}: there is no file {first_missing}, nor any other of the list"
@@ -374,11 +379,11 @@ def _listed(
 
 def listed_labels(source: Path) -> set[str]:
     """Return the labels in a list; raises ConfigError if it is malformed."""
-    return {label for _, _, label in _rows(source)} - {""}
+    return {label for _, _, label, _ in _rows(source)} - {""}
 
 
-def _rows(source: Path) -> Iterator[tuple[int, str, str]]:
-    """Yield the line, the path and the label of each row of a list."""
+def _rows(source: Path) -> Iterator[tuple[int, str, str, str]]:
+    """Yield the line, the path, the label and the person of each row of a list."""
     try:
         with source.open(newline="", encoding="utf-8-sig") as file:
             header = file.readline()
@@ -386,7 +391,8 @@ def _rows(source: Path) -> Iterator[tuple[int, str, str]]:
             if not {"path", "label"} <= set(rows.fieldnames or ()):
                 raise ConfigError(f"{source} must start with the header path,label, not {header.strip()!r}")
             for row in rows:
-                yield rows.line_num, (row["path"] or "").strip(), (row["label"] or "").strip()
+                path, label, person = ((row.get(name) or "").strip() for name in ("path", "label", "person"))
+                yield rows.line_num, path, label, person
     except (UnicodeError, csv.Error) as error:
         raise ConfigError(f"{source} cannot be read as a CSV file in UTF-8: {error}") from error
 

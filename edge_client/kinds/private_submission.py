@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from edge_client.core.events import BuildSubmission
 from edge_client.images.image_scanner import Scan
 from edge_client.images.images import LabeledImage
-from edge_client.kinds.distinct_images import DistinctImages
+from edge_client.kinds.counted_images import counted_images, listing_of, log_persons
 from edge_client.kinds.image_features import (
     FoundImages,
     Workspace,
@@ -50,9 +50,9 @@ MAX_NAMED = 5
 
 
 def make_private_sums(workspace: Workspace, build: BuildSubmission) -> PreparedSubmission:
-    """Return noisy sums of all images; the same images give the same release again.
+    """Return noisy sums of the images that count; the same images give the same release again.
 
-    Images of equal pixels are one image, in the first of its classes. The release is charged before a backbone runs on
+    `counted_images` says which ones count. The release is charged before a backbone runs on
     any image, so that neither the answer nor its price depends on what the backbone does there. An image on which it
     fails is tried again for the next release only: a backbone that fails at some starts would otherwise cause a second
     release by that image. A dry run charges nothing.
@@ -118,14 +118,17 @@ def _make(
     if wanted is None or charge is None:
         raise PrivacyFailed(FAILED)
     workspace.forget_deleted(manifest, scan)  # also if the budget is spent
-    labels = digest_of(",".join(str(image.label) for image in images).encode())
+    labels = digest_of(listing_of(images, wanted))
     listed = Charge(labels, digest_of(_digest_of_names(images)))
-    release = charge(listed).release
+    charged = charge(listed)
+    release = charged.release
     workspace.decode_suspects(images)
     if release.content is None and not workspace.dry_run:
         workspace.cache.forget_unusable(*training_feature_keys(manifest))
     found = workspace.extract(manifest, scan)
-    members = [list(by_key.values()) for by_key in DistinctImages(workspace, manifest, found).by_label()]
+    counted = counted_images(workspace, manifest, found, key=charged.choice_key)
+    log_persons(counted, wanted)
+    members = counted.by_label
     content, rows = hashlib.sha256(), []
     for of_class in members:  # the features of all classes are not in memory at once
         features = workspace.features(of_class, training_feature_keys(manifest), len(public.center))

@@ -6,6 +6,8 @@ accidents: a dishonest aggregator can withhold the record.
 
 import logging
 
+import msgspec
+
 from edge_client.config import Settings
 from edge_client.privacy.spending import MOST, spent_by
 from edge_client.store.device_state import DeviceState
@@ -42,7 +44,9 @@ def adopt(store: DeviceState, settings: Settings, record: tuple[Released, ...]) 
     own, named = _kinds(releases), kinds_of(record)
     lacking = list((named - own).elements())
     for number, kind in enumerate(lacking, 1):
-        releases = (*releases, _unknown(len(releases) + 1, kind.noise_multiplier, honest=kind.honest))
+        unknown = _unknown(len(releases) + 1, kind.noise_multiplier, honest=kind.honest)
+        counted = kind.images_per_person or None
+        releases = (*releases, msgspec.structs.replace(unknown, images_per_person=counted))
         spent = spent_by(releases, delta=settings.max_delta, settings=settings, adopted=number)
         store.ledger.charge(releases[-1], spent)
         if spent.total_epsilon == MOST:
@@ -73,4 +77,6 @@ def _unknown(number: int, multiplier: float, *, honest: int) -> Release:
 
 
 def _kinds(releases: tuple[Release, ...]) -> Kinds:
-    return Kinds(Released(each.noise_multiplier, each.honest, 1) for each in releases)
+    return Kinds(
+        Released(each.noise_multiplier, each.honest, 1, each.images_per_person or 0) for each in releases
+    )

@@ -7,7 +7,7 @@ import os
 import msgspec
 
 from edge_client.config import Settings
-from edge_client.privacy.noise_key import KEY_BYTES
+from edge_client.privacy.noise_key import KEY_BYTES, subkey
 from edge_client.privacy.policy import BUDGET, FAILED, LOCAL_BUDGET
 from edge_client.privacy.spending import is_conditional, local_epsilon, spent_by, total_epsilon
 from edge_client.store.device_state import DeviceState
@@ -94,7 +94,8 @@ class Charges:
         self._release = release
         cost = self._cost((*self._store.ledger.releases()[: release.number - 1], release))
         is_masked = self._manifest.second_operator is not None
-        return Grant(release, cost, self._signing_key() if is_masked else b"")
+        choice_key = subkey(self._secret(), b"choice of images")
+        return Grant(release, cost, self._signing_key() if is_masked else b"", choice_key)
 
     def _signing_key(self) -> bytes:
         enrolled = self._settings.identity.signing_key
@@ -102,12 +103,14 @@ class Charges:
 
     def _fingerprint(self, charge: Charge) -> bytes:
         """Return a digest of what determines a release before any image is read."""
+        return digest_of(_VERSION + self._task + digest_of(self._secret()) + charge.labels + charge.names)
+
+    def _secret(self) -> bytes:
         try:
-            secret = self._store.secret(keep=not self._dry_run)
+            return self._store.secret(keep=not self._dry_run)
         except Exception as error:
             event(log, logging.ERROR, "no secret for noise", error=error)
             raise PrivacyFailed(FAILED) from error
-        return digest_of(_VERSION + self._task + digest_of(secret) + charge.labels + charge.names)
 
     def _charge(self, fingerprint: bytes) -> Release:
         before = self._store.ledger.releases()
@@ -133,7 +136,9 @@ class Charges:
     def _charge_new(self, before: tuple[Release, ...], fingerprint: bytes, content: bytes | None) -> Release:
         key = os.urandom(KEY_BYTES)
         release = Release(
-            len(before) + 1, fingerprint, self._wanted.noise_multiplier, key, content, honest=self._honest
+            *(len(before) + 1, fingerprint, self._wanted.noise_multiplier, key, content),
+            honest=self._honest,
+            images_per_person=self._wanted.images_per_person or None,
         )
         spent = self._require_budget((*before, release))
         if not self._dry_run:

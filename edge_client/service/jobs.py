@@ -595,6 +595,7 @@ def _listed(scan: Scan) -> ImageList:
                 each.mtime_ns,
                 each.ctime_ns,
                 each.inode,
+                each.person,
             )
             for each in scan.images
         ),

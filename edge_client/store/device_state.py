@@ -100,6 +100,9 @@ CREATE TABLE guilty_images (image BLOB PRIMARY KEY, memory_bytes INTEGER NOT NUL
 _SHARES_OF_NOISE = "ALTER TABLE releases ADD COLUMN honest INTEGER NOT NULL DEFAULT 0;"
 """How many devices have a release's noise together; 0 for those of earlier versions."""
 
+_UNIT_OF_RELEASES = "ALTER TABLE releases ADD COLUMN images_per_person INTEGER;"
+"""How many images of one person a release counts; NULL for all, where one image is the unit."""
+
 _BASE_VERSION = 2
 """Schema version of an earlier program, whose state is not carried over."""
 
@@ -182,7 +185,7 @@ class DeviceState:
         self._database = Database(
             file,
             program="edge-client",
-            migrations=(_SCHEMA, _SHARES_OF_NOISE),
+            migrations=(_SCHEMA, _SHARES_OF_NOISE, _UNIT_OF_RELEASES),
             base=_BASE_VERSION,
             read_only=read_only,
             lock=self._lock,

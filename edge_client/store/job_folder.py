@@ -58,6 +58,7 @@ class ListedImage(msgspec.Struct, frozen=True, array_like=True):
     mtime_ns: int
     ctime_ns: int
     inode: int
+    person: str = ""
 
 
 class ImageList(msgspec.Struct, frozen=True, kw_only=True):
@@ -232,12 +233,13 @@ class Run(Message, frozen=True):
 class Grant(Message, frozen=True):
     """The answer to a charge: the release, whose key is gone if its submission was uploaded, and its cost.
 
-    `signing_key` is the device's, which seals a mask.
+    `signing_key` is the device's, which seals a mask, and `choice_key` that by which images are chosen.
     """
 
     release: Release
     privacy: Privacy
     signing_key: bytes = b""
+    choice_key: bytes = b""
 
 
 class Denial(Message, frozen=True):

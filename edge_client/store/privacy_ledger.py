@@ -27,7 +27,8 @@ class Release(msgspec.Struct, frozen=True):
 
     Its noise is derived from `key` and `content`, the digest of the rows that the noise is for, which is None until
     they are known. `key` is None once the submission is in the outbox, and of all releases but the newest.
-    `honest` devices have this noise together; 1 without a second operator, and 0 if an earlier version has made it.
+    `noise_multiplier` is for one row; `honest` devices have this noise together: 1 without a second operator, and 0 if
+    an earlier version has made it. `images_per_person` images of one person count at most; None if all do.
     """
 
     number: int
@@ -36,6 +37,7 @@ class Release(msgspec.Struct, frozen=True):
     key: bytes | None
     content: bytes | None = None
     honest: int = 1
+    images_per_person: int | None = None
 
 
 _SELECT = f"SELECT {', '.join(Release.__struct_fields__)} FROM releases"  # noqa: S608 - names of this class

@@ -49,11 +49,16 @@ def epsilon_of(releases: Mapping[float, int], *, delta: float) -> float:
     return high
 
 
-def noise_multiplier(epsilon: float, delta: float, *, cost: Cost = epsilon_of) -> float:
-    """Return the smallest multiple of 1/STEPS that makes one release (epsilon, delta) private by its cost."""
+def noise_multiplier(epsilon: float, delta: float, *, cost: Cost = epsilon_of, rows: int = 1) -> float:
+    """Return the smallest multiple of 1/STEPS that makes one release (epsilon, delta) private by its cost.
+
+    It is for one row, of which neighboring data sets differ in so many.
+    """
     steps = range(2**40)
     return (
-        bisect.bisect_left(steps, True, lo=1, key=lambda z: cost({z / STEPS: 1}, delta=delta) <= epsilon)
+        bisect.bisect_left(
+            steps, True, lo=1, key=lambda z: cost({z / STEPS / rows: 1}, delta=delta) <= epsilon
+        )
         / STEPS
     )
 

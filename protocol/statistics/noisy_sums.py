@@ -13,6 +13,14 @@ it is at most (w^2 + |r|^2 / R^2 + (sum_i r_i^4 + 2 sum_{i<j} r_i^2 r_j^2) / R^4
 as the products' sum is |r|^4. With Gaussian noise, one release would be one Gaussian event of noise multiplier z, also
 if it is rounded: integers plus rounded noise are rounded integers plus noise, which is post-processing.
 
+**Persons.** If the unit is a person, of whom at most k rows count, neighbors differ in up to k rows r_a of any classes.
+Which rows of a person count depends on that person's images alone, so that no other person's rows change. The counts
+change by n_c, whose squares sum to at most (sum_c n_c)^2 = k^2, the class sums by sums of n_c rows, no longer than
+n_c R, and the products by sum_a r_a r_a', no longer than k R^2. So the sum of squared changes is at most
+k^2 (w^2 + 2) / s^2 = k^2 / z^2, which k equal rows of length R reach: k times the change of one row. A multiplier of z
+for a person is one of k z for a row. `rows_changed` has other pairs of units: one image of a person with more than k
+adds its row and can displace another one; where an image was the unit, all images of a person counted, k at most.
+
 **Discrete noise** P instead of rounded Gaussian noise R costs `discreteness`. For an integer k of variance v,
 
     R(k) / P(k) = (1 + 2 sum_j e^(-2 pi^2 v j^2)) int_{-1/2}^{1/2} cosh(k t / v) e^(-t^2 / 2 v) dt
@@ -66,6 +74,16 @@ def deviations(noise_multiplier: float) -> dict[str, float]:
 def share_of_noise(noise_multiplier: float, *, honest: int) -> float:
     """Return the noise multiplier of one of `honest` devices whose noise together has this one."""
     return noise_multiplier / math.sqrt(honest)
+
+
+def rows_changed(*, counted: int | None, images_per_person: int | None) -> int:
+    """Return the rows in which the release differs if one unit is added: a person, or an image where that is None.
+
+    `counted` is how many images of one person the release counts at most; None if it counts all.
+    """
+    if counted is None:
+        return images_per_person or 1
+    return 2 if images_per_person is None else counted
 
 
 def released_values(*, classes: int, size: int) -> dict[str, int]:

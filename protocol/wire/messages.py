@@ -54,6 +54,9 @@ MAX_MAPPED_SIZE = 4096
 MAX_RELEASED = 2**24
 """Values of a submission with differential privacy."""
 
+MAX_IMAGES_PER_PERSON = 1000
+"""Images of one person that a release counts at most."""
+
 MAX_SUMMED = 1_000_000
 """Submissions in one sum."""
 
@@ -262,14 +265,18 @@ class Perturbation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DifferentialPrivacy(msgspec.Struct, frozen=True, kw_only=True):
-    """Discrete Gaussian noise on the statistics of single images; neighboring data sets differ in one image."""
+    """Discrete Gaussian noise on the statistics of single images; neighboring data sets differ in one unit."""
 
     noise_multiplier: Annotated[float, Meta(gt=0, le=1e6)]
-    """Standard deviation of the noise divided by the sensitivity of the release."""
+    """Standard deviation of the noise divided by what one image can change."""
     delta: Annotated[float, Meta(gt=0, lt=1)]
     """The delta of the privacy loss."""
     max_epsilon: Annotated[float, Meta(gt=0, le=1e6)]
     """A device releases nothing that would bring its total epsilon above this."""
+    images_per_person: Annotated[int, Meta(ge=1, le=MAX_IMAGES_PER_PERSON)] | UnsetType = UNSET
+    """The unit is a person, of whom at most so many images count; absent if it is one image."""
+    person_level: Annotated[int, Meta(ge=1, le=16)] | UnsetType = UNSET
+    """The folder below the device's data folder that names a person, 1 for the first; absent if none does."""
 
 
 class TaskManifest(Message, frozen=True, kw_only=True, tag="task"):
@@ -642,6 +649,8 @@ class Released(msgspec.Struct, frozen=True, array_like=True):
     """Devices that have this noise together; 1 without a second operator, 0 if it is not known."""
     times: Annotated[int, Meta(ge=1, le=100_000)]
     """Number of such releases."""
+    images_per_person: Annotated[int, Meta(ge=0, le=MAX_IMAGES_PER_PERSON)] = 0
+    """Images of one person that count at most; 0 if all do."""
 
 
 class PrivacyRecord(Message, frozen=True, kw_only=True, tag="privacy_record"):

@@ -159,6 +159,13 @@ WRONG_SETTINGS: list[tuple[str, int, str]] = [
         "`privacy.perturbation`: excludes [privacy.dp]: remove one",
     ),
     (STATISTICS + DP.replace("public", "no"), 6, "`privacy.dp.map`: no file no.map: make it with `protofleet"),
+    (
+        STATISTICS + DP + 'unit = "person"',
+        4,
+        "`privacy.dp.images_per_person`: missing: images of one person that count at most",
+    ),
+    (STATISTICS + DP + "images_per_person = 3", 8, '`privacy.dp.images_per_person`: needs unit = "person"'),
+    (STATISTICS + DP + "person_level = 2", 8, '`privacy.dp.person_level`: needs unit = "person"'),
     (STATISTICS + 'continues = "0123456789abcdef"\n' + DP, 4, "`continues`: "),
     *(
         (STATISTICS + DP + given, 9, f"`{name}`: [privacy.dp] does not use this setting: remove it")

@@ -91,6 +91,24 @@ def test_manifest_of_private_task_has_alpha_1_and_noise(client: Client) -> None:
     assert epsilon_of_sums({1.996: 1}, delta=1e-5) <= 2 < epsilon_of_sums({1.995: 1}, delta=1e-5)
 
 
+@pytest.mark.parametrize("count", [1, 3, 10])
+def test_manifest_of_a_person_has_the_noise_of_a_persons_images(count: int) -> None:
+    """The noise multiplier is for one image, the smallest that epsilon of a person allows."""
+    budget = PrivacyBudget(
+        epsilon=2.0, map="m", max_epsilon=8.0, unit="person", images_per_person=count, person_level=2
+    )
+    task = TaskFile(classes=("a",), backbones=("b",), privacy=PrivacySettings(dp=budget))
+    noise = task_manifest(
+        task, [REFERENCE], statistics=Statistics(map=REFERENCE, size=256)
+    ).differential_privacy
+    assert noise is not None
+    assert (noise.images_per_person, noise.person_level) == (count, 2)
+    assert noise.noise_multiplier == pytest.approx(1.996 * count, abs=0.001 * count)
+    steps = round(1000 * noise.noise_multiplier)
+    allowed, above = (epsilon_of_sums({each / 1000 / count: 1}, delta=1e-5) for each in (steps, steps - 1))
+    assert allowed <= 2 < above
+
+
 @pytest.mark.parametrize(
     ("classes", "size", "epsilon", "error"),
     [(4000, 4096, 2.0, "too many for a device"), (2000, 1280, 8.0, "8 is too much for 2000 classes")],

@@ -202,6 +202,17 @@ def test_list_names_images_and_classes(tmp_path: Path) -> None:
     assert [(p.relative, p.label) for p in found] == [("2.dat", 0), ("a/1.png", 1)]
 
 
+def test_list_names_persons(tmp_path: Path) -> None:
+    """Accents are normalized, as folders of persons are; an empty cell, or no column, names none."""
+    for number in range(3):
+        image_file(tmp_path / f"{number}.png")
+    rows = ["person,path,label", "rene\u0301,0.png,cat", " ren\u00e9 ,1.png,cat", ",2.png,dog"]
+    (tmp_path / "list.csv").write_text("\n".join(rows))
+    found = find_images(tmp_path / "list.csv", CLASSES)
+    assert [image.person for image in found] == ["ren\u00e9", "ren\u00e9", ""]
+    assert found[0].is_unchanged()
+
+
 @pytest.mark.parametrize(
     "text",
     ["\ufeffpath;label\r\n1.png;cat\r\n", '"label"\t"path"\ncat\t1.png\n'],

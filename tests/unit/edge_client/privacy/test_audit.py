@@ -1,6 +1,7 @@
-"""An attacker tries to tell whether one image was summed: the epsilon that is measured is below the promised one.
+"""An attacker tries to tell whether one unit was summed: the epsilon that is measured is below the promised one.
 
-The attacker knows all other images and the mechanism, and tests by the likelihood ratio, which no other test exceeds.
+The unit is an image, or a person with several. The attacker knows all other images and the mechanism, and tests by the
+likelihood ratio, which no other test exceeds.
 From false and missed alarms a lower bound of epsilon follows (Kairouz, Oh and Viswanath 2015; Clopper and Pearson 1934
 for the confidence of both).
 """
@@ -27,12 +28,14 @@ IMAGE = np.array([[127, -127, 127, 127]], np.int8)
 SIZE = IMAGE.shape[1]
 
 
-def _likelihoods(rows: NDArray[np.int8], key: bytes) -> NDArray[np.float64]:
-    """Return the log-likelihood ratio of each of RELEASES releases, by the continuous Gaussian, which is close."""
-    z = noise_multiplier(EPSILON, DELTA, cost=epsilon_of_sums)
+def _likelihoods(rows: NDArray[np.int8], key: bytes, *, unit: int, z: float) -> NDArray[np.float64]:
+    """Return the log-likelihood ratio of each of RELEASES releases, by the continuous Gaussian, which is close.
+
+    The unit has so many images, which are equal.
+    """
     kinds = vars(module)["deviations"](z)  # the attacker knows a faulty mechanism, too
     row, at = vars(module)["clipped"](IMAGE)[0].astype(float), np.triu_indices(SIZE)
-    changes = np.concatenate([[UNITS], UNITS * row, np.outer(row, row)[at]])
+    changes = unit * np.concatenate([[UNITS], UNITS * row, np.outer(row, row)[at]])
     of_products = np.where(at[0] == at[1], kinds["squares"], kinds["products"])
     scale = np.concatenate([[kinds["counts"]], np.full(SIZE, kinds["sums"]), of_products])
     released = []
@@ -48,11 +51,15 @@ def _likelihoods(rows: NDArray[np.int8], key: bytes) -> NDArray[np.float64]:
     return np.asarray((np.array(released) - changes / 2) @ (changes / scale**2))
 
 
-def _measured_epsilon() -> float:
-    """Return a lower bound of epsilon at DELTA, with a confidence of 99.9 % at each threshold."""
+def _measured_epsilon(unit: int = 1, noise_of: int | None = None) -> float:
+    """Return a lower bound of epsilon at DELTA, with a confidence of 99.9 % at each threshold.
+
+    The noise is that of `noise_of` images, by default of as many as the unit has.
+    """
+    z = noise_multiplier(EPSILON, DELTA, cost=epsilon_of_sums, rows=noise_of or unit)
     without, with_image = (
-        _likelihoods(rows, bytes([number]) * 32)
-        for number, rows in enumerate((np.zeros((0, SIZE), np.int8), IMAGE))
+        _likelihoods(np.tile(IMAGE, (images, 1)), bytes([number]) * 32, unit=unit, z=z)
+        for number, images in enumerate((0, unit))
     )
     best = 0.0
     for threshold in np.quantile(np.concatenate([without, with_image]), np.linspace(0.05, 0.95, 19)):
@@ -67,9 +74,14 @@ def _measured_epsilon() -> float:
     return best
 
 
-def test_measured_epsilon_is_below_the_promised_one() -> None:
+@pytest.mark.parametrize("unit", [1, 3, 10])
+def test_measured_epsilon_is_below_the_promised_one(unit: int) -> None:
     """The attack is strong: it measures more than an eighth of what is allowed at this delta."""
-    assert EPSILON / 8 < _measured_epsilon() <= EPSILON
+    assert EPSILON / 8 < _measured_epsilon(unit) <= EPSILON
+
+
+def test_attack_finds_a_person_in_the_noise_of_one_image() -> None:
+    assert _measured_epsilon(10, noise_of=1) > EPSILON
 
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], object]] = {

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import msgspec
 import pytest
+from msgspec import UNSET
 
 from edge_client.images import extraction
 from edge_client.images.decoding import decoded
@@ -234,3 +235,25 @@ def test_a_denied_charge_is_not_recorded(bench: PrivateBench, monkeypatch: pytes
     with pytest.raises(PrivacyFailed):
         granted.answer(Charge(b"labels", b"other"))
     assert on_disk(bench) == before
+
+
+@pytest.mark.parametrize("units", [(None, 3), (3, None), (3, 10), (10, 3)])
+def test_releases_of_another_unit_count_in_that_of_the_task(
+    state: PrivateBench, units: tuple[int | None, int | None]
+) -> None:
+    """All images of a person counted where one image was the unit, and one image can displace another of its person."""
+    multipliers, costs = [], []
+    for number, unit in enumerate(units):
+        private = msgspec.structs.replace(
+            WANTED, noise_multiplier=40.0 + number, images_per_person=unit or UNSET
+        )
+        state.manifest = msgspec.structs.replace(state.manifest, differential_privacy=private)
+        costs.append(charges_of(state).answer(LISTED).privacy)
+        multipliers.append(private.noise_multiplier)
+    first = {(None, 3): 3, (3, None): 2, (3, 10): 3, (10, 3): 10}[units]
+    own = units[1] or 1
+    assert costs[0].total_epsilon == costs[0].epsilon
+    total = epsilon_of_sums({multipliers[0] / first: 1, multipliers[1] / own: 1}, delta=WANTED.delta)
+    assert costs[1].epsilon == epsilon_of_sums({multipliers[1] / own: 1}, delta=WANTED.delta)
+    assert costs[1].total_epsilon == total
+    assert [release.images_per_person for release in on_disk(state)] == list(units)

@@ -19,8 +19,10 @@ from protocol.statistics.noisy_sums import (
     MAX_DISCRETENESS,
     TAIL,
     UNITS,
+    deviations,
     discreteness,
     epsilon_of_sums,
+    rows_changed,
 )
 from protocol.statistics.second_moment import from_triangle
 from tests.unit.protocol.statistics.test_gaussian_privacy import closed_form
@@ -63,6 +65,45 @@ def test_one_image_changes_no_more_than_the_noise_is_made_for(rows: NDArray[np.i
         *(above / (unit * 127**2 / math.sqrt(2))),
     ]  # fmt: skip
     assert float(np.square(changes).sum()) <= 1 / z**2 * (1 + 1e-12)
+
+
+@given(rows=ROWS, labels=st.lists(st.integers(0, 2), min_size=4, max_size=4), most=st.integers(4, 6))
+def test_one_person_changes_no_more_than_the_noise_of_as_many_images(
+    rows: NDArray[np.int8], labels: list[int], most: int
+) -> None:
+    """Of at most `most` images, of any classes, beside an image of somebody else: z is for one image."""
+    z, other = 0.7, np.full((1, 6), 40, np.int8)
+    more = release(np.concatenate([other, rows]), [0, *labels[: len(rows)]], z * most)
+    less = release(other, [0], z * most)
+    assert _squared_change(more, less, z * most) <= 1 / z**2 * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("most", [1, 3, 10])
+def test_equal_long_images_of_a_person_spend_the_whole_budget(most: int) -> None:
+    rows = np.tile(np.array([[127, 0, 0, 0, 0, 0]], np.int8), (most, 1))
+    more, less = release(rows, [0] * most, 0.7 * most), release(rows[:0], [], 0.7 * most)
+    assert _squared_change(more, less, 0.7 * most) == pytest.approx(1 / 0.7**2)
+
+
+def _squared_change(more: NoisySums, less: NoisySums, z: float) -> float:
+    """Return the sum of the squared changes over the variances of the noise, which both releases have alike."""
+    scale, at = deviations(z), np.triu_indices(6)
+    products = np.where(at[0] == at[1], scale["squares"], scale["products"])
+    changes = [
+        (more.counts - less.counts) / scale["counts"],
+        ((more.sums - less.sums) / scale["sums"]).ravel(),
+        (more.second_moment - less.second_moment) / products,
+    ]
+    return float(np.square(np.concatenate(changes)).sum())
+
+
+@pytest.mark.parametrize(
+    ("counted", "unit", "rows"),
+    [(None, None, 1), (None, 10, 10), (3, 3, 3), (3, 10, 3), (10, 3, 10), (1, None, 2), (10, None, 2)],
+)
+def test_rows_that_a_unit_changes(counted: int | None, unit: int | None, rows: int) -> None:
+    """Of a release that counts so many images of a person, or all, for a person of so many images, or one image."""
+    assert rows_changed(counted=counted, images_per_person=unit) == rows
 
 
 def test_longest_image_spends_the_whole_budget() -> None:
@@ -124,11 +165,11 @@ def test_variance_is_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert variances == {count: math.ceil(value * (1 - 1e-12)) for count, value in exact.items()}
 
 
-@given(variance=st.floats(10, 1e9), deviations=st.floats(0, 30))
-def test_discrete_noise_is_close_to_rounded_noise(variance: float, deviations: float) -> None:
+@given(variance=st.floats(10, 1e9), distance=st.floats(0, 30))
+def test_discrete_noise_is_close_to_rounded_noise(variance: float, distance: float) -> None:
     """The two bounds of the ratio in the proof, by scipy's distribution function."""
     root = math.sqrt(variance)
-    k = round(deviations * root)
+    k = round(distance * root)
     rounded = float(ndtr((-k + 0.5) / root) - ndtr((-k - 0.5) / root))
     discrete = math.exp(-k * k / (2 * variance)) / math.sqrt(2 * math.pi * variance)
     slack = 1e-9 * max(1, variance)  # the difference of two values of the distribution function

@@ -122,7 +122,7 @@ def test_a_state_of_an_earlier_program_is_not_carried_over(tmp_path: Path, *, re
 
 
 def test_a_ledger_of_the_first_schema_keeps_what_it_has_charged(tmp_path: Path) -> None:
-    """The share of noise of its releases is unknown."""
+    """The share of noise of its releases is unknown, and all images of a person counted."""
     key, spent = (
         bytes(32),
         '{"epsilon":1.5,"total_epsilon":2.25,"delta":1e-05,"releases":2,"max_epsilon":4.0}',
