@@ -1,7 +1,7 @@
 """`aggregator init` and `aggregator check`: a task file, written and checked."""
 
-import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from protocol.cli import counted, examples, require_packages, say
 from protocol.errors import ConfigError, ProtofleetError
 
 if TYPE_CHECKING:
-    from aggregator.config.privacy import PrivacySettings, SumsSettings
+    from aggregator.config.privacy import PrivacyBudget, PrivacySettings, SumsSettings
     from aggregator.config.schema import TaskFile
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -172,13 +172,30 @@ def _parties(sums: "SumsSettings", privacy: "PrivacySettings") -> tuple[str, ...
     )
 
 
+def _unit(budget: "PrivacyBudget") -> Iterator[str]:
+    """Yield what the privacy loss is about, and what owners of devices state by taking part."""
+    from protocol.statistics.noisy_sums import unit_in_words
+
+    most = budget.images_per_person
+    yield f"epsilon is the privacy loss of {unit_in_words(most)}, on one device"
+    if most is None:
+        yield "a person on several images has a greater one: privacy.dp.unit (docs/data-protection.md)"
+        return
+    level = f", or folder {budget.person_level} of its path" if budget.person_level else ""
+    yield (
+        f"a device's list of images names persons in its column `person`{level}; images without a person all count: "
+        f"their owner states that nobody is on more than {most}"
+    )
+    if most > 1:
+        yield f"the noise is that of {most} images: the same accuracy needs about {most} times the images of 1"
+
+
 def _notes(task: "TaskFile") -> list[str]:
     """Return what a new operator may not expect of valid settings."""
     from aggregator.algorithms.registry import ALGORITHMS, distributions
     from aggregator.config.task_file import class_name_notes
     from aggregator.config.training_packages import INSTALL, missing_packages
-    from protocol.statistics.gaussian_privacy import noise_multiplier
-    from protocol.statistics.noisy_sums import UNITS, deviations, epsilon_of_sums
+    from protocol.statistics.noisy_sums import ENOUGH, hidden_images
 
     notes = class_name_notes(task.classes)
     if reason := missing_packages(task):
@@ -196,13 +213,12 @@ def _notes(task: "TaskFile") -> list[str]:
     if len(task.classes) == 1:
         notes.append("there is one class: every image will be classified as it")
     if (budget := task.privacy.dp) is not None:
-        rows = budget.images_per_person or 1
-        multiplier = noise_multiplier(budget.epsilon, budget.delta, cost=epsilon_of_sums, rows=rows)
         shares = task.quorum / (1 if sums is None else sums.honest)
-        hidden = math.ceil(deviations(multiplier)["counts"] / UNITS * math.sqrt(shares))
+        hidden = hidden_images(budget.noise_multiplier, devices=shares)
+        notes += _unit(budget)
         notes.append(
             f"the noise of {counted(task.quorum, 'device')} hides {counted(hidden, 'image')} of a class: below that "
-            f"the head can miss it, and below about {10 * hidden} of each class it is poor (docs/privacy.md)"
+            f"the head can miss it, and below about {ENOUGH * hidden} of each class it is poor (docs/privacy.md)"
         )
     elif task.client.min_images == 1:
         notes.append("client.min_images is 1: the feature of a single image may leave a device")

@@ -18,7 +18,13 @@ WAIT_S = 600.0
 
 def attention_of(status: Status) -> tuple[Attention, ...]:
     """Return what needs an operator, errors first; the `attention` of the status itself does not matter."""
-    found = [*_of_aggregator(status), *_of_training(status), *_of_devices(status), *_of_quotas(status)]
+    found = [
+        *_of_aggregator(status),
+        *_of_training(status),
+        *_of_privacy(status),
+        *_of_devices(status),
+        *_of_quotas(status),
+    ]
     return tuple(sorted(found, key=lambda each: each.level))
 
 
@@ -65,6 +71,15 @@ def _of_training(status: Status) -> Iterator[Attention]:
     if (limit_s := status.rate_limited_until_s) is not None:
         text = f"no training before {_clock(limit_s)} (limits.heads_per_hour)"
         yield Attention("warning", "training limited", text)
+
+
+def _of_privacy(status: Status) -> Iterator[Attention]:
+    if (privacy := status.privacy) is not None and privacy.is_poor:
+        head = status.heads[-1]
+        hidden = f"that of head {head.version} hides {counted(privacy.hidden or 0, 'image')} of a class"
+        less = ", or a smaller images_per_person" if privacy.images_per_person else ""
+        text = f"{hidden}, of about {head.prototypes} in all: more images or a larger epsilon{less}"
+        yield Attention("warning", "too few images for the noise", text)
 
 
 def _of_devices(status: Status) -> Iterator[Attention]:

@@ -12,6 +12,7 @@ from aggregator.status.rows import Rows
 from aggregator.storage.devices import UnixSeconds
 from aggregator.sums.stored_lists import devices_of, sums_of
 from protocol.cli import counted
+from protocol.statistics.noisy_sums import ENOUGH, hidden_images, unit_in_words
 
 NEARLY = 0.9
 """Share of a budget or a quota from which it is nearly used up."""
@@ -23,6 +24,18 @@ SHOWN_KEY = 16
 class Privacy(msgspec.Struct, frozen=True, kw_only=True):
     """Differential privacy: what the task promises, and what devices have spent."""
 
+    unit: Annotated[str, Meta(description="The unit of the privacy loss, in words.")]
+    images_per_person: Annotated[
+        int | None, Meta(description="Images of one person that count at most; null if an image is the unit.")
+    ]
+    hidden: Annotated[
+        int | None,
+        Meta(description="Images of a class that the newest head's noise hides; null without a head."),
+    ]
+    is_poor: Annotated[
+        bool,
+        Meta(description="The newest head has fewer than ten times these images of a class, on average."),
+    ]
     epsilon: Annotated[float, Meta(description="Of one submission.")]
     max_epsilon: Annotated[float, Meta(description="Of all submissions of a device.")]
     delta: float
@@ -41,7 +54,9 @@ class Privacy(msgspec.Struct, frozen=True, kw_only=True):
     ]
 
     def __str__(self) -> str:
-        promised = f"epsilon {self.epsilon:g} for a submission, {self.max_epsilon:g} for a device"
+        promised = (
+            f"epsilon {self.epsilon:g} for a submission, {self.max_epsilon:g} for a device, of {self.unit}"
+        )
         spent = "none spent" if self.spent is None else f"at most {self.spent:.2f} spent"
         near = f"{counted(self.nearly_spent, 'device')} near the limit"
         condition = (
@@ -85,7 +100,17 @@ def privacy_of(rows: Rows, devices: Iterable[Device]) -> Privacy | None:
     if (budget := rows.served.privacy.dp) is None:
         return None
     spent = [device.epsilon for device in devices if device.epsilon is not None]
+    newest = rows.heads[-1] if rows.heads else None
+    hidden = None
+    if newest is not None:
+        sums = rows.served.privacy.sums
+        shares = newest.devices / (1 if sums is None else sums.honest)
+        hidden = hidden_images(budget.noise_multiplier, devices=shares)
     return Privacy(
+        unit=unit_in_words(budget.images_per_person),
+        images_per_person=budget.images_per_person,
+        hidden=hidden,
+        is_poor=newest is not None and newest.prototypes < ENOUGH * (hidden or 0) * len(rows.served.classes),
         epsilon=budget.epsilon,
         max_epsilon=budget.max_epsilon,
         delta=budget.delta,

@@ -11,14 +11,7 @@ from aggregator.config.privacy import PrivacyBudget
 from aggregator.config.schema import TaskFile
 from aggregator.storage.heads import HeadRecord
 from protocol.errors import ConfigError
-from protocol.statistics.gaussian_privacy import noise_multiplier
-from protocol.statistics.noisy_sums import (
-    MAX_DISCRETENESS,
-    discreteness,
-    epsilon_of_sums,
-    released_values,
-    rows_changed,
-)
+from protocol.statistics.noisy_sums import MAX_DISCRETENESS, discreteness, released_values
 from protocol.wire.codec import encode
 from protocol.wire.messages import (
     MAX_MANIFEST_BYTES,
@@ -98,9 +91,7 @@ def accepts_blocks(task: TaskFile) -> bool:
 def _differential_privacy(
     budget: PrivacyBudget, *, classes: int, size: int, honest: int
 ) -> DifferentialPrivacy:
-    images_per_person = budget.images_per_person
-    rows = rows_changed(counted=images_per_person, images_per_person=images_per_person)
-    multiplier = noise_multiplier(budget.epsilon, budget.delta, cost=epsilon_of_sums, rows=rows)
+    multiplier = budget.noise_multiplier
     if sum(released_values(classes=classes, size=size).values()) > MAX_RELEASED:
         raise ConfigError(f"`privacy.dp`: {classes} classes and {size} values are too many for a device")
     if discreteness(multiplier, classes=classes, size=size, honest=honest) > MAX_DISCRETENESS:
@@ -111,7 +102,7 @@ def _differential_privacy(
         noise_multiplier=multiplier,
         delta=budget.delta,
         max_epsilon=budget.max_epsilon,
-        images_per_person=images_per_person or UNSET,
+        images_per_person=budget.images_per_person or UNSET,
         person_level=budget.person_level or UNSET,
     )
 

@@ -9,7 +9,7 @@ import msgspec
 
 from edge_client.cli.options import MAX_DELTA, as_json_text, open_state, state_options
 from protocol.cli import counted, examples, say
-from protocol.statistics.noisy_sums import MOST_EPSILON
+from protocol.statistics.noisy_sums import MOST_EPSILON, unit_in_words
 
 if TYPE_CHECKING:
     from edge_client.store.device_state import DeviceState
@@ -56,6 +56,7 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
             f"privacy    epsilon {spent['total_epsilon']:.3f}{limit} spent in "
             f"{counted(spent['releases'], 'submission')}, at delta {spent['delta']:g}"
             + (f", of which {spent['adopted']} are adopted" if spent["adopted"] else "")
+            + f", for {unit_in_words(spent['images_per_person'])}"
             + (
                 ", conditional: it holds only if the second operator is honest"
                 if spent["conditional"]

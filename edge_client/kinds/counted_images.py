@@ -10,6 +10,7 @@ from edge_client.kinds.distinct_images import DistinctImages
 from edge_client.kinds.image_features import FoundImages, Workspace
 from edge_client.privacy.image_choice import chosen
 from protocol.log import event
+from protocol.statistics.noisy_sums import hidden_images, unit_in_words
 from protocol.wire.messages import DifferentialPrivacy, TaskManifest
 
 log = logging.getLogger(__name__)
@@ -62,18 +63,21 @@ def counted_images(
     )
 
 
-def log_persons(counted: CountedImages, private: DifferentialPrivacy) -> None:
-    """Log how persons count, in this device's log only."""
-    if not (most := private.images_per_person):
-        return
-    images = sum(map(len, counted.by_label))
-    fields = {"images": images, "persons": counted.persons, "images_per_person": most}
+def log_unit(counted: CountedImages, private: DifferentialPrivacy, *, noise_multiplier: float) -> None:
+    """Log the unit of privacy and the images that count, in this device's log only."""
+    by_class = list(map(len, counted.by_label))
+    hidden = hidden_images(noise_multiplier, devices=1)
+    unit = unit_in_words(private.images_per_person or None)
+    event(log, logging.INFO, "unit of privacy", unit=unit, images=sum(by_class), persons=counted.persons)
     if counted.left_out:
-        text = "the unit of privacy is a person: images above images_per_person do not count"
-        event(log, logging.WARNING, text, **fields, left_out=counted.left_out)
-    if counted.unnamed:
-        text = "the unit of privacy is a person, and no person is named: nobody may be on more images"
-        event(log, logging.WARNING, text, **fields, unnamed=counted.unnamed)
+        text = "images left out: their persons are on more than count"
+        event(log, logging.WARNING, text, left_out=counted.left_out, of_a_person=private.images_per_person)
+    if counted.unnamed and private.images_per_person:
+        text = "images without a person all count: nobody may be on more of them than count of a person"
+        event(log, logging.WARNING, text, images=counted.unnamed, of_a_person=private.images_per_person)
+    if max(by_class) < hidden:
+        text = "this device's noise is larger than its images: only many such devices together make a head"
+        event(log, logging.WARNING, text, largest_class=max(by_class), noise_of_images=hidden)
 
 
 def person_of(image: LabeledImage, private: DifferentialPrivacy) -> str:

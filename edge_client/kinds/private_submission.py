@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from edge_client.core.events import BuildSubmission
 from edge_client.images.image_scanner import Scan
 from edge_client.images.images import LabeledImage
-from edge_client.kinds.counted_images import counted_images, listing_of, log_persons
+from edge_client.kinds.counted_images import counted_images, listing_of, log_unit
 from edge_client.kinds.image_features import (
     FoundImages,
     Workspace,
@@ -127,7 +127,6 @@ def _make(
         workspace.cache.forget_unusable(*training_feature_keys(manifest))
     found = workspace.extract(manifest, scan)
     counted = counted_images(workspace, manifest, found, key=charged.choice_key)
-    log_persons(counted, wanted)
     members = counted.by_label
     content, rows = hashlib.sha256(), []
     for of_class in members:  # the features of all classes are not in memory at once
@@ -139,13 +138,15 @@ def _make(
     if granted.release.key is None:
         return _again(workspace, build, found)
     key = subkey(granted.release.key, content.digest())
+    noise_multiplier = wanted.noise_multiplier
+    if operator is not None:
+        noise_multiplier = share_of_noise(noise_multiplier, honest=operator.honest)
+    log_unit(counted, wanted, noise_multiplier=noise_multiplier)
     sums = noisy_sums(
         np.concatenate(rows),
         np.repeat(np.arange(len(members)), list(map(len, members))),
         classes=len(members),
-        noise_multiplier=wanted.noise_multiplier
-        if operator is None
-        else share_of_noise(wanted.noise_multiplier, honest=operator.honest),
+        noise_multiplier=noise_multiplier,
         key=subkey(key, b"sums"),
     )
     prepared = _prepared(manifest, found, sums, granted.privacy)

@@ -58,6 +58,7 @@ def spent_by(
         local_epsilon=local if math.isfinite(local) else None,
         max_local_epsilon=settings.max_local_epsilon if settings else None,
         adopted=adopted,
+        images_per_person=releases[-1].images_per_person if releases else None,
     )
 
 

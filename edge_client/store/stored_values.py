@@ -134,9 +134,10 @@ class SubmissionReport(msgspec.Struct, frozen=True):
 class PrivacySpent(msgspec.Struct, frozen=True):
     """Privacy loss of the newest release and of all releases together, at `delta`, and the limits of the totals.
 
-    `adopted` of the newest releases are from the aggregator's record: this state had lost them.
-    If it is `conditional`, it holds only if the second operator is honest; `local_epsilon` is that of all releases to
-    both operators together, or None if it is unknown.
+    It is for one person of whom `images_per_person` count, or for one image where that is None. If it is
+    `conditional`, it holds only if the second operator is honest; `local_epsilon` is that of all releases to both
+    operators together, or None if it is unknown. `adopted` of the newest releases are from the aggregator's record:
+    this state had lost them.
     """
 
     epsilon: float = 0.0
@@ -148,6 +149,7 @@ class PrivacySpent(msgspec.Struct, frozen=True):
     local_epsilon: float | None = None
     max_local_epsilon: float | None = None
     adopted: int = 0
+    images_per_person: int | None = None
 
 
 class StoredLocalModel(msgspec.Struct, frozen=True):

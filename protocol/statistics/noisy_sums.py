@@ -55,6 +55,9 @@ TAIL = 120.0
 MAX_DISCRETENESS = 2e-3
 """A + B that every release is charged with, whatever it is; a release with more is refused."""
 
+ENOUGH = 10
+"""Images of each class without which a head is poor, in multiples of `hidden_images`."""
+
 MOST_EPSILON = 80.0
 """Epsilon above which none is computed."""
 
@@ -84,6 +87,20 @@ def rows_changed(*, counted: int | None, images_per_person: int | None) -> int:
     if counted is None:
         return images_per_person or 1
     return 2 if images_per_person is None else counted
+
+
+def unit_in_words(images_per_person: int | None) -> str:
+    """Return what a privacy loss is about, as a text."""
+    if not images_per_person:
+        return "one image"
+    if images_per_person == 1:
+        return "one person, of whom one image counts"
+    return f"one person, of whom at most {images_per_person} images count"
+
+
+def hidden_images(noise_multiplier: float, *, devices: float) -> int:
+    """Return how many images of a class are as large as the noise of so many devices."""
+    return math.ceil(deviations(noise_multiplier)["counts"] / UNITS * math.sqrt(devices))
 
 
 def released_values(*, classes: int, size: int) -> dict[str, int]:

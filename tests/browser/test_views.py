@@ -166,7 +166,7 @@ def test_privacy_panel(open_page: OpenPage, tmp_path: Path, scheme: str, screen:
         dashboard.wait_for_text("#privacy tbody", "0 enrolled, 7 stored at first use")
         figures = dashboard.page.locator("#privacy .figure").all_inner_texts()
         assert [" ".join(figure.split()).partition(" since")[0] for figure in figures] == [
-            "Epsilon of a submission 2 delta 0.00001, conditional",
+            "Epsilon of a submission 2 of one image; delta 0.00001, conditional",
             "Epsilon of a device ≤ 4 of all its submissions, conditional",
             "Local epsilon 2.00 to both operators; conditional ones need an honest second operator",
             "Greatest epsilon spent 3.60 1 device near the limit",

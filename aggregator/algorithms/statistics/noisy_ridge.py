@@ -59,7 +59,8 @@ def solve_noisy(total: NoisyTotal) -> tuple[Dense, float]:
     if np.count_nonzero(present) < min(2, len(present)):
         least = math.ceil(deviation)
         raise ProtofleetError(
-            f"the noise is as large as the sums: more than {least} images of a class are needed, or a larger epsilon"
+            f"the noise is as large as the sums: more than {least} images of a class are needed, a larger epsilon, "
+            "or a smaller images_per_person"
         )
     images = every_image[present][:, None]
     means = total.sums[present] / UNITS / images

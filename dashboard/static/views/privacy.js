@@ -43,7 +43,7 @@ export function Privacy({ status }) {
   const local = privacy.local_epsilon;
   const condition = local === null ? "" : ", conditional";
   return html`<dl class="figures">
-      <${Figure} name="Epsilon of a submission" value=${privacy.epsilon} note=${`delta ${privacy.delta}${condition}`} />
+      <${Figure} name="Epsilon of a submission" value=${privacy.epsilon} note=${`of ${privacy.unit}; delta ${privacy.delta}${condition}`} />
       <${Figure} name="Epsilon of a device" value=${`≤ ${privacy.max_epsilon}`} note=${`of all its submissions${condition}`} />
       ${local !== null && html`<${Figure} name="Local epsilon" value=${local.toFixed(2)} note="to both operators; conditional ones need an honest second operator" />`}
       <${Figure}

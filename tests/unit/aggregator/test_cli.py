@@ -315,13 +315,30 @@ def test_private_task_needs_files_of_two_parties(folder: Path) -> None:
     assert (task.privacy.sums.min_devices, task.privacy.sums.honest) == (5, 3)
 
 
-@pytest.mark.parametrize(("epsilon", "images"), [("1", 85), ("8", 14)])
-def test_check_warns_of_a_fleet_that_is_too_small_for_its_noise(
-    folder: Path, epsilon: str, images: int
+PERSON = 'unit = "person"\nimages_per_person = 10\nperson_level = 2\n'
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "unit", "images", "words"),
+    [
+        ("1", "", 85, "epsilon is the privacy loss of one image, on one device"),
+        ("8", "", 14, "a person on several images has a greater one"),
+        ("1", PERSON, 845, "loss of one person, of whom at most 10 images count, on one device"),
+        ("1", PERSON, 845, "or folder 2 of its path; images without a person all count"),
+        (
+            "1",
+            PERSON,
+            845,
+            "the noise is that of 10 images: the same accuracy needs about 10 times the images",
+        ),
+    ],
+)
+def test_check_says_the_unit_and_warns_of_a_fleet_that_is_too_small_for_its_noise(
+    folder: Path, epsilon: str, unit: str, images: int, words: str
 ) -> None:
     """With 10 devices and 100 images of each class, measured heads of epsilon 1 were at chance."""
     (folder / "m").touch()
-    privacy = f"[privacy.dp]\nepsilon = {epsilon}\nmap = 'm'\nmax_epsilon = 9\n"
+    privacy = f"[privacy.dp]\nepsilon = {epsilon}\nmap = 'm'\nmax_epsilon = 9\n{unit}"
     task = 'backbones = ["tiny.onnx"]\nclasses = ["a", "b"]\nalgorithm = "statistics"\nquorum = 10\n'
     (folder / "task.toml").write_text(task + privacy)
     done = _run("check", "task.toml")
@@ -330,6 +347,7 @@ def test_check_warns_of_a_fleet_that_is_too_small_for_its_noise(
         f"hides {images} images of a class: below that the head can miss it, and below about {10 * images} of"
     )
     assert expected in done.output
+    assert words in done.output
 
 
 @pytest.fixture

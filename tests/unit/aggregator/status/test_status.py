@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from aggregator.algorithms.fpl import FPL
 from aggregator.config.limits import Limits
+from aggregator.config.privacy import PrivacyBudget, PrivacySettings
 from aggregator.config.schema import Rounds
 from aggregator.config.training_packages import INSTALL
 from aggregator.coordination.rollout_state import State, Trial
@@ -29,6 +30,7 @@ from aggregator.storage.stop_reason import StopReason
 from aggregator.storage.store import Store
 from aggregator.storage.usage import FLEET, Usage
 from aggregator.sums.stored_lists import put_sums, sums_of
+from protocol.statistics.noisy_sums import hidden_images
 from protocol.wire.messages import BlobRef, Confused, Evaluation, Released
 from tests.support.messages import heads
 from tests.support.messages.heads import initial_state, plan_head
@@ -491,14 +493,34 @@ def test_device_that_has_lost_its_record_of_privacy_is_an_alarm(tmp_path: Path) 
         assert not [each for each in collected(store).attention if "lost record" in each.title]
 
 
+@pytest.mark.parametrize(("images", "is_poor"), [(3_000, True), (400_000, False)])
+def test_a_person_as_the_unit_and_too_few_images_for_its_noise(
+    tmp_path: Path, images: int, *, is_poor: bool
+) -> None:
+    """The page says the unit, and warns of a head that has less than ten times what the noise hides."""
+    with contextlib.closing(private_store(tmp_path)) as store:
+        budget = PrivacyBudget(epsilon=2.0, map="m", max_epsilon=4.0, unit="person", images_per_person=10)
+        store.facts.put(replace(store.served_task(), privacy=PrivacySettings(dp=budget)))
+        add_head(store, 1, a="61", b="62")
+        store.heads.put(dataclasses.replace(store.heads.all()[-1], prototypes=images, devices=100))
+        status = collected(store)
+    assert status.privacy is not None
+    assert status.privacy.unit == "one person, of whom at most 10 images count"
+    assert status.privacy.hidden == hidden_images(budget.noise_multiplier, devices=100)
+    text = rendered(status, width=400)
+    assert "4 for a device, of one person, of whom at most 10 images count (delta" in text
+    warning = f"hides {status.privacy.hidden} images of a class, of about {images} in all: more images"
+    assert (warning in text) == (status.privacy.is_poor) == is_poor
+
+
 def test_privacy_and_sums_of_a_second_operator(tmp_path: Path) -> None:
     """The budget, the second operator and its lists, in two lines; a list that waits, is refused or is opened."""
     with contextlib.closing(private_store(tmp_path)) as store:
         status = collected(store)
         text = rendered(status, width=400)
         assert (
-            "privacy epsilon 2 for a submission, 4 for a device (delta 1e-05), conditional: only if the second "
-            "operator is honest, and 2.00 for a submission to both operators together; at most 3.60 spent, "
+            "privacy epsilon 2 for a submission, 4 for a device, of one image (delta 1e-05), conditional: only if the "
+            "second operator is honest, and 2.00 for a submission to both operators together; at most 3.60 spent, "
             "1 device near the limit\n"
             "sums second operator 6161616161616161, signs with 6262626262626262; at least 2 devices in a sum, of which "
             "25% may add no noise; 1 list of 2 devices opened, 2 left out, 2 requested, 1 waiting\n"
