@@ -147,14 +147,16 @@ class Life:
             if self._tracers and self.hangs_in_python():
                 program.kill()
                 program.ended.wait(120)
-            if self.injection and (time.monotonic() > lasts_until_s or self._has_killed_a_job()):
+            if self.injection and (time.monotonic() > lasts_until_s or self._has_ended_a_job()):
                 self.detach()
             program.ended.wait(0.05)
         return True
 
-    def _has_killed_a_job(self) -> bool:
-        """Return whether a device's job was killed: the device refuses the task of which the next two die as well."""
-        if self.program != "edge-client" or self.injection is None or self.injection.fault != "SIGKILL":
+    def _has_ended_a_job(self) -> bool:
+        """Return whether a fault may have ended a device's job: it refuses a task of which the next two end as well."""
+        if self.program != "edge-client" or self.injection is None:
+            return False
+        if self.injection.fault not in {"SIGKILL", "ENOMEM"}:
             return False
         self.count_faults()
         return self.outcome.injected + self.outcome.elsewhere > 0
