@@ -113,7 +113,12 @@ def identity(file: TaskFile) -> bytes:
     if (asked := file.privacy.sums) is not None:
         key = asked.operator.encode().ljust(32)
         operator = SecondOperator(
-            seal_key=key, sign_key=key, min_devices=asked.min_devices, honest=asked.honest
+            seal_key=key,
+            seal_key_signature=key * 2,
+            sign_key=key,
+            aggregator_key=key,
+            min_devices=asked.min_devices,
+            honest=asked.honest,
         )
         blob = BlobRef(digest=bytes(32), size_bytes=1, name="public.map")
         public = Statistics(map=blob, size=256, second_operator=operator)

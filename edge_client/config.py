@@ -27,7 +27,7 @@ class Settings:
         max_local_epsilon: budget of what both operators of masked sums together see; None sets no limit.
         allow_non_private_tasks: take part in tasks without differential privacy although there is a budget, or the
             device has made private submissions.
-        second_operator: public key for which masks are sealed; None refuses masked sums.
+        second_operator: public key of the party that opens sums of masks; None refuses masked sums.
         min_devices: submissions in a sum before this device's mask is opened; None leaves the limit to the task.
         pinned_backbones: digests of the only backbones that are run; empty accepts the task's.
         variable_time: run backbones whose work depends on images under differential privacy, too.

@@ -52,7 +52,7 @@ class Device(Embedded):
         max_local_epsilon: budget of what both operators of masked sums see together; None sets no limit.
         allow_non_private_tasks: take part in tasks without differential privacy, although there is a budget or the
             device has made private submissions.
-        second_operator: `seal_key` of the second operator in hex, from its operator.toml; tasks without it are refused.
+        second_operator: `sign_key` of the second operator in hex, from its operator.toml; tasks without it are refused.
             None refuses tasks with a second operator. Needs `max_epsilon`.
         on_head: called when a head is installed.
         on_submission: called when the aggregator has received a submission.

@@ -13,13 +13,23 @@ from numpy.typing import NDArray
 
 from protocol.errors import BadSignature, ProtofleetError
 from protocol.statistics.secure_sums import mask_of, open_seed, submission_context
-from protocol.wire.messages import MaskedSubmission, SumRequest
+from protocol.wire.messages import MAX_SUMMED_VALUES, MaskedSubmission, SumRequest
 from protocol.wire.signing import is_own_mask
 
 DEFAULT_MIN_DEVICES = 3
 
 Reason = Literal[
-    "malformed", "order", "too_few", "unknown_device", "other_key", "signature", "not_sealed", "overlap"
+    "malformed",
+    "too_large",
+    "order",
+    "too_few",
+    "unknown_device",
+    "other_key",
+    "signature",
+    "not_sealed",
+    "overlap",
+    "no_seal_key",  # the task is over, or the key is of another operator
+    "other_task",
 ]
 
 
@@ -49,6 +59,8 @@ def nothing() -> None:
 def check(request: SumRequest, policy: Policy, *, alive: Callable[[], None] = nothing) -> None:
     """Raise Refused unless a list is in order, large enough, of known devices, and signed by each; calls `alive`."""
     submissions = request.submissions
+    if (values := request.values * len(submissions)) > MAX_SUMMED_VALUES:
+        raise Refused("too_large", f"expected at most {MAX_SUMMED_VALUES} values in all, got {values}")
     for before, after in pairwise(submissions):
         if before.device >= after.device:
             raise Refused("order", f"expected {after.device} once and before {before.device}: sort by device")
@@ -100,5 +112,9 @@ def sum_of_masks(
 
 def _context(request: SumRequest, submission: MaskedSubmission, fleet: str) -> bytes:
     return submission_context(
-        fleet=fleet, task=request.task, device=submission.device, sequence=submission.sequence
+        fleet=fleet,
+        task=request.task,
+        device=submission.device,
+        sequence=submission.sequence,
+        values=request.values,
     )

@@ -37,7 +37,7 @@ from protocol.wire.messages import MAX_SUMMED
 from protocol.wire.topics import is_name
 from sums_operator.checks import DEFAULT_MIN_DEVICES, Policy
 from sums_operator.service import Operator, Service
-from sums_operator.state import PROGRAM, OperatorState, make_operator, read_keys
+from sums_operator.state import PROGRAM, OperatorState, end_task, make_operator, make_task, read_keys
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,9 @@ state_option = setting("--state", type=_FOLDER, required=True, help="State folde
     cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=examples(
-        f"{PROGRAM} init sums", f"{PROGRAM} run --state sums --broker broker.example --fleet orchard"
+        f"{PROGRAM} init sums",
+        f"{PROGRAM} new-task sums orchard.toml",
+        f"{PROGRAM} run --state sums --broker broker.example --fleet orchard",
     ),
 )
 @click.version_option(package_name="protofleet")
@@ -65,13 +67,43 @@ def cli() -> None:
 @cli.command("init", epilog=examples(f"{PROGRAM} init sums"))
 @click.argument("folder", type=_FOLDER)
 def init_command(folder: Path) -> None:
-    """Create a state folder with new keys, and operator.toml for the aggregator's task file."""
+    """Create a state folder with a new key, and operator.toml for the devices' owners."""
     card = make_operator(folder)
-    say(f"{card} has the public keys: give it to the aggregator's operator")
+    say(f"{card} has the public key: give it to the devices' owners, for --second-operator")
+    say(
+        f"before each task: {PROGRAM} new-task {folder} TASK.toml, whose file the aggregator's operator needs"
+    )
     say(
         f"Back up {folder} after each answered list: without its keys, lists that it has not opened are lost, "
         "and with an older operator.sqlite a device's submission could be in two sums."
     )
+
+
+@cli.command("new-task", epilog=examples(f"{PROGRAM} new-task sums orchard.toml"))
+@click.argument("folder", type=_FOLDER)
+@click.argument("card", type=click.Path(dir_okay=False, path_type=Path))
+def new_task_command(folder: Path, card: Path) -> None:
+    """Make a seal key for one task, and the file CARD for `[privacy.sums] operator` of its task file.
+
+    A program that runs on FOLDER uses it at once.
+    """
+    earlier = read_keys(folder).seal_keys()
+    key = make_task(folder, card)
+    say(f"{card} has the seal key of one task, signed: give it to the aggregator's operator")
+    say(f"when that task is over: {PROGRAM} end-task {folder} {key[:16]}")
+    for public in earlier:
+        say(f"if an earlier task is over: {PROGRAM} end-task {folder} {public[:16]}")
+
+
+@cli.command("end-task", epilog=examples(f"{PROGRAM} end-task sums 7f83b1657ff1fc53"))
+@click.argument("folder", type=_FOLDER)
+@click.argument("key", metavar="KEY")
+def end_task_command(folder: Path, key: str) -> None:
+    """Delete the seal key of a task that is over, by the beginning of its public key in hex.
+
+    From then on, nobody can open masks of this task. Delete the key in backups as well.
+    """
+    say(f"deleted {end_task(folder, key)}: delete it in backups of {folder}, too")
 
 
 @cli.command(
@@ -135,14 +167,15 @@ def run_command(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def status_command(*, state: Path, as_json: bool) -> None:
     """Show the public keys, the answered lists, and the refused requests by reason."""
-    keys = read_keys(state).public()
+    keys = read_keys(state)
     with closing(OperatorState(state, read_only=True)) as opened:
         answered, refused = opened.answered(), opened.refusals()
     if as_json:
         lists = [dataclasses.asdict(each) for each in answered]
-        say(json.dumps({**keys, "answered": lists, "refused": msgspec.to_builtins(refused)}))
+        public = {**keys.public(), "seal_keys": keys.seal_keys()}
+        say(json.dumps({**public, "answered": lists, "refused": msgspec.to_builtins(refused)}))
         return
-    for name, key in keys.items():
+    for name, key in (*keys.public().items(), *(("seal_key", key) for key in keys.seal_keys())):
         say(f"{name} {key}")
     for each in answered:
         say(f"answered {_date(each.answered_s)} task {each.task} {counted(each.devices, 'device')}")

@@ -78,18 +78,30 @@ class Operator:
     def _opened(self, request: SumRequest, digest: bytes) -> tuple[SumReply, bool]:
         """Return the signed sum, and True if the list was answered before."""
         devices = [each.device for each in request.submissions]
+        seal_key = self._keys.seal_key(request.seal_key)
+        if seal_key is None:
+            shown = request.seal_key.hex()[:16]
+            raise Refused(
+                "no_seal_key",
+                f"there is no seal key {shown}: its task is over, or it is not of this operator",
+            )
         is_repeated = self._state.is_answered(digest)
         if not is_repeated:
             check(request, self._policy, alive=self._alive)
+            if self._state.is_of_another(request.seal_key, request.task):
+                text = (
+                    "the seal key is of another task: a new task needs the card of `protofleet-sums new-task`"
+                )
+                raise Refused("other_task", text)
             if (device := self._state.already_summed(request.task, devices)) is not None:
                 text = (
                     "is in another list of this task, whose sum was opened: after a restore, start a new task"
                 )
                 raise Refused("overlap", f"{device} {text}")
         fleet = self._policy.fleet
-        masks = sum_of_masks(request, fleet=fleet, seal_key=self._keys.seal_key, alive=self._alive)
+        masks = sum_of_masks(request, fleet=fleet, seal_key=seal_key, alive=self._alive)
         if not is_repeated:
-            self._state.add(digest, task=request.task, devices=devices)
+            self._state.add(digest, task=request.task, seal_key=request.seal_key, devices=devices)
         reply = SumReply(request=digest, masks=to_tensor(masks))
         return sign_sum(reply, key=self._keys.sign_key, fleet=fleet), is_repeated
 

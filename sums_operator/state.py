@@ -1,9 +1,10 @@
-"""The second operator's state folder: its keys, and the devices of each answered list."""
+"""The second operator's state folder: its key, those of its tasks, and the devices of each answered list."""
 
 import json
+import os
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,19 +12,19 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from protocol.errors import ConfigError
-from protocol.storage.blobstore import write_atomically
+from protocol.storage.blobstore import state_errors, write_atomically
 from protocol.storage.database import Database
 from protocol.storage.facts import Facts
 from protocol.storage.folder_lock import FolderLock
-from protocol.storage.keyfile import read_key, read_or_make_key
+from protocol.storage.keyfile import pem_of, read_key, read_or_make_key, write_private
 from protocol.storage.state_folder import database_of, make_state_folder
-from protocol.wire.signing import public_key
+from protocol.wire.signing import public_key, sign_seal_key
 from sums_operator.checks import Reason
 
 PROGRAM = "protofleet-sums"
 FORMAT = 1
 CARD = "operator.toml"
-_SEAL_KEY, _SIGN_KEY = "seal.key", "sign.key"
+_SIGN_KEY, _SEAL_KEYS = "sign.key", "seal-keys"
 _RESTORE = (
     f"make new keys with `{PROGRAM} init`; if they are lost, restore a backup made after the last answered list, or "
     "take another folder, and start a new task"
@@ -33,8 +34,8 @@ _SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 -- Answered lists, by the sha256 of the request.
 CREATE TABLE lists (
-    id INTEGER PRIMARY KEY, request BLOB NOT NULL UNIQUE, task BLOB NOT NULL, devices INTEGER NOT NULL,
-    answered_s REAL NOT NULL
+    id INTEGER PRIMARY KEY, request BLOB NOT NULL UNIQUE, task BLOB NOT NULL, seal_key BLOB NOT NULL,
+    devices INTEGER NOT NULL, answered_s REAL NOT NULL
 ) STRICT;
 -- The primary key is the guarantee: no submission is ever in two sums.
 CREATE TABLE members (
@@ -76,37 +77,49 @@ class AnsweredList:
 class Keys:
     """The second operator's private keys, 32 bytes each."""
 
-    seal_key: bytes = field(repr=False)
     sign_key: bytes = field(repr=False)
+    folder: Path
+    """Of the files with the seal keys, each named by its public key in hex."""
 
     def public(self) -> dict[str, str]:
-        """Return the public keys in hex, by their names on the card."""
-        seal_key = X25519PrivateKey.from_private_bytes(self.seal_key).public_key().public_bytes_raw()
-        return {"seal_key": seal_key.hex(), "sign_key": public_key(self.sign_key).hex()}
+        """Return the long-lived public key in hex, by its name on the cards."""
+        return {"sign_key": public_key(self.sign_key).hex()}
+
+    def seal_key(self, public: bytes) -> bytes | None:
+        """Return the private key of a public one; None without one. Raises ConfigError if it is damaged."""
+        file = self.folder / f"{public.hex()}.key"
+        return read_key(file, kind=X25519PrivateKey, advice=_RESTORE) if file.exists() else None
+
+    def seal_keys(self) -> list[str]:
+        """Return the public keys of the tasks that are not over, in hex, oldest first."""
+        files = self.folder.glob("*.key")
+        return [file.stem for file in sorted(files, key=lambda file: (file.stat().st_mtime, file.name))]
 
 
 def make_operator(folder: Path) -> Path:
-    """Create a state folder with new keys; returns the path of the card for the aggregator's task file.
+    """Create a state folder with a new key; returns the path of the card for the devices' owners.
 
     Raises:
-        ConfigError: the folder has keys already, or belongs to another program.
+        ConfigError: the folder has a key already, or belongs to another program.
         StateError: it cannot be written.
     """
     make_state_folder(folder)
     database, card = database_of(PROGRAM, folder), folder / CARD
     if card.exists():
         raise ConfigError(
-            f"{folder} has keys already: `{PROGRAM} run` uses them; give another folder for new ones"
+            f"{folder} has a key already: `{PROGRAM} run` uses it; give another folder for a new one"
         )
-    if not database.exists() and any((folder / name).exists() for name in (_SEAL_KEY, _SIGN_KEY)):
-        raise ConfigError(f"{folder} has keys, but {database.name} is missing: {_RESTORE}")
-    OperatorState(folder, is_new=True).close()  # before the keys, which are never without it
-    keys = Keys(
-        read_or_make_key(folder / _SEAL_KEY, kind=X25519PrivateKey), read_or_make_key(folder / _SIGN_KEY)
-    )
-    lines = [f"format = {FORMAT}", *(f"{name} = {json.dumps(key)}" for name, key in keys.public().items())]
-    write_atomically(card, "".join(f"{line}\n" for line in lines).encode())
+    if not database.exists() and (folder / _SIGN_KEY).exists():
+        raise ConfigError(f"{folder} has a key, but {database.name} is missing: {_RESTORE}")
+    OperatorState(folder, is_new=True).close()  # before the key, which is never without it
+    keys = Keys(read_or_make_key(folder / _SIGN_KEY), folder / _SEAL_KEYS)
+    _write_card(card, keys.public())
     return card
+
+
+def _write_card(card: Path, keys: Mapping[str, str]) -> None:
+    lines = [f"format = {FORMAT}", *(f"{name} = {json.dumps(key)}" for name, key in keys.items())]
+    write_atomically(card, "".join(f"{line}\n" for line in lines).encode())
 
 
 def read_keys(folder: Path) -> Keys:
@@ -119,13 +132,52 @@ def read_keys(folder: Path) -> Keys:
         card = tomllib.loads((folder / CARD).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {folder / CARD} ({error}): {_RESTORE}") from error
-    keys = Keys(
-        read_key(folder / _SEAL_KEY, kind=X25519PrivateKey, advice=_RESTORE),
-        read_key(folder / _SIGN_KEY, advice=_RESTORE),
-    )
+    keys = Keys(read_key(folder / _SIGN_KEY, advice=_RESTORE), folder / _SEAL_KEYS)
     if card != {"format": FORMAT, **keys.public()}:
-        raise ConfigError(f"{folder / CARD} is not the card of the keys beside it: {_RESTORE}")
+        raise ConfigError(f"{folder / CARD} is not the card of the key beside it: {_RESTORE}")
     return keys
+
+
+def make_task(folder: Path, card: Path) -> str:
+    """Make a seal key for one task, and write its card for the task file; returns the public key in hex.
+
+    Raises:
+        ConfigError: the card exists already, or the folder has no key.
+        StateError: it cannot be written.
+    """
+    keys = read_keys(folder)
+    if card.exists():
+        raise ConfigError(f"{card} exists already: each task has a seal key of its own; give another name")
+    made = X25519PrivateKey.generate()
+    public = made.public_key().public_bytes_raw()
+    write_private(keys.folder / f"{public.hex()}.key", pem_of(made))
+    signature = sign_seal_key(public, key=keys.sign_key)
+    names = {"seal_key": public.hex(), "seal_key_signature": signature.hex(), **keys.public()}
+    _write_card(card, names)
+    return public.hex()
+
+
+def end_task(folder: Path, start: str) -> str:
+    """Overwrite and delete the seal key of a task, whose public key in hex begins so; returns the public key in hex.
+
+    Raises:
+        ConfigError: there is not exactly one such key.
+        StateError: it cannot be deleted.
+    """
+    keys = read_keys(folder)
+    found = [public for public in keys.seal_keys() if public.startswith(start.lower())]
+    if len(found) != 1:
+        raise ConfigError(
+            f"{len(found)} seal keys in {folder} begin with {start!r}: `{PROGRAM} status` shows them"
+        )
+    file = keys.folder / f"{found[0]}.key"
+    with state_errors(file):
+        with file.open("r+b") as opened:
+            opened.write(bytes(file.stat().st_size))
+            opened.flush()
+            os.fsync(opened.fileno())
+        file.unlink()
+    return found[0]
 
 
 class OperatorState:
@@ -164,12 +216,17 @@ class OperatorState:
         query = "SELECT 1 FROM members WHERE task = ? AND device = ?"
         return next((device for device in devices if self._database.read(query, task, device)), None)
 
-    def add(self, request: bytes, *, task: bytes, devices: Sequence[str]) -> None:
+    def is_of_another(self, seal_key: bytes, task: bytes) -> bool:
+        """Return whether a list of another task was opened with a seal key (32 bytes, public)."""
+        query = "SELECT 1 FROM lists WHERE seal_key = ? AND task != ? LIMIT 1"
+        return bool(self._database.read(query, seal_key, task))
+
+    def add(self, request: bytes, *, task: bytes, seal_key: bytes, devices: Sequence[str]) -> None:
         """Store a list durably, before its sum is published; raises StateError if a device is in another one."""
         with self._database.transaction() as database:
             listed = database.execute(
-                "INSERT INTO lists (request, task, devices, answered_s) VALUES (?, ?, ?, ?)",
-                (request, task, len(devices), time.time()),
+                "INSERT INTO lists (request, task, seal_key, devices, answered_s) VALUES (?, ?, ?, ?, ?)",
+                (request, task, seal_key, len(devices), time.time()),
             ).lastrowid
             rows = ((task, device, listed) for device in devices)
             database.executemany("INSERT INTO members VALUES (?, ?, ?)", rows)

@@ -58,7 +58,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     "--second-operator",
     "operator",
     type=_FILE,
-    help="With --private: the file that the second operator has made with `protofleet-sums init`.  "
+    help="With --private: the file that the second operator has made with `protofleet-sums new-task`.  "
     "[default: operator.toml beside TASK]",
 )
 def init_command(  # noqa: PLR0913 - every option of the command line
@@ -100,7 +100,7 @@ def init_command(  # noqa: PLR0913 - every option of the command line
         algorithm = "statistics"
         operator = operator or Path(
             ask(
-                "Second operator: the file that `protofleet-sums init` has made there",
+                "Second operator: the file that `protofleet-sums new-task` has made there",
                 default=str(task.parent / "operator.toml"),
                 kind=click.Path(exists=True, dir_okay=False),
             )
@@ -156,16 +156,18 @@ def _check(path: Path) -> None:
 
 def _parties(sums: "SumsSettings", privacy: "PrivacySettings") -> tuple[str, ...]:
     """Return what each party of a task with a second operator sees and has to do."""
-    from aggregator.tasks.task_preparation import second_operator
+    from aggregator.tasks.task_preparation import read_card
 
-    seal_key = second_operator(sums).seal_key.hex()
+    card = read_card(sums)
     return (
-        "devices upload masked sums, once for a task; images and single features stay on them",
+        "devices upload masked sums, once for a task, sealed to you; images and single features stay on them",
         f"you see sums of {sums.min_devices} devices and more; the second operator opens them, and sees no sum",
         "the epsilons of the task file are conditional: they hold only if the second operator is honest",
         "you and the second operator together could see each device's sums: be different organisations",
         f"a submission has a local epsilon of {privacy.local_epsilon:.1f} to both; limit: --max-local-epsilon",
-        f"owners give --second-operator {seal_key} to edge-client, once the second operator has confirmed it",
+        f"owners give --second-operator {card.sign_key} to edge-client, once the second operator has confirmed it",
+        f"when the task is over, the second operator deletes its key: protofleet-sums end-task {card.seal_key[:16]}",
+        "each task needs a new file of the second operator, also if one setting changes after a sum was opened",
         "the second operator gives --devices to protofleet-sums: otherwise you could invent devices",
         f"devices that submit after a sum wait for {sums.min_devices} others: let quorum be all that you expect",
         "no quarantine by content, limits of devices, `aggregator forget` and forecasts: they need single submissions",

@@ -58,7 +58,7 @@ class SumsSettings(msgspec.Struct, frozen=True, kw_only=True):
     """`[privacy.sums]`: a second operator, so that no single party sees the sums of one device. With `[privacy.dp]`."""
 
     operator: Annotated[str, Meta(examples=["operator.toml"])]
-    """Path of the file that `protofleet-sums init` has written, relative to the task file's folder."""
+    """Path of the file that `protofleet-sums new-task` has made for this task, relative to the task file's folder."""
     min_devices: Annotated[int, Meta(ge=2, le=MAX_SUMMED, examples=[10])]
     """Devices in a sum, at least."""
     tolerance: Annotated[float, Meta(ge=0, lt=1)] = 0.34

@@ -269,7 +269,7 @@ def _sums(task: TaskFile) -> Iterator[Problem]:
     if task.privacy.dp is None:
         yield ("privacy", "sums"), "needs [privacy.dp]: add that table"
     if not Path(sums.operator).is_file():
-        what = "the second operator makes it with `protofleet-sums init`"
+        what = "the second operator makes it with `protofleet-sums new-task`"
         yield ("privacy", "sums", "operator"), f"no file {Path(sums.operator).name}: {what}"
     if task.quorum < sums.min_devices:
         yield (

@@ -50,7 +50,7 @@ max_epsilon = 4.0   # of all submissions of a device
 map = "public.map"   # of public images, by `protofleet public-map`
 
 [privacy.sums]
-operator = {_toml(operator)}   # of the second operator, by `protofleet-sums init`
+operator = {_toml(operator)}   # of the second operator, by `protofleet-sums new-task`
 min_devices = {min_devices}
 """
 

@@ -13,7 +13,13 @@ from aggregator.coordination.round_state import Settings, is_over
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.heads import ADAPTER_MISSING, CALIBRATED_FROM, NO_PYTORCH, HeadRecord
 from aggregator.storage.store import Store
-from aggregator.sums.stored_lists import add_to_total, job_fields
+from aggregator.sums.stored_lists import (
+    add_to_total,
+    copy_total,
+    delete_added,
+    job_fields,
+    payloads_of_pending,
+)
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import (
     HEAD_FILE,
@@ -84,15 +90,21 @@ def store_head(task: Task, store: Store, plan: HeadRecord, job: BlobJob, result:
     """Store the head that a training has made, and update the quarantine; raises StateError if it cannot be stored."""
     head = _made(task, store, plan, job, result)
     members = () if job.is_calibration else store.members(plan)
-    total = store.put_file(folder_of(store, job) / TOTAL_FILE) if TOTAL_FILE in job.files else None
+    total, payloads = None, payloads_of_pending(store.facts, task.digest)
+    if TOTAL_FILE in job.files:
+        file = folder_of(store, job) / TOTAL_FILE
+        total = store.put_file(file)
+        copy_total(store, file, total.digest)
     with store.transaction():
         if total is not None:
-            add_to_total(store.facts, task.digest, total.digest)
+            add_to_total(store, task.digest, total.digest)
         before = store.heads.newest(task.digest)
         if before is not None and before.quarantined:  # only the newest head's are needed
             store.heads.put(replace(before, quarantined={}))
         store.heads.put(head)
         update_quarantine(store, head, members, result)
+    if total is not None:
+        delete_added(store, payloads)
     _log_warnings(head, result)
     return head
 

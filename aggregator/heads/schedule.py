@@ -74,7 +74,8 @@ class Schedule:
         delete_carried_submissions(task, store, present)
         self.lost = LostSubmissions(task, store)
         counting = store.submissions_of(task.digest, self._settings).members(self.version)
-        self.lost.remove({device: digest for device, digest in counting.items() if digest not in present})
+        stored = self.sums.with_payloads(counting)
+        self.lost.remove({device: digest for device, digest in stored.items() if digest not in present})
         self._resume()
         if (ended := self._trainer.ended()) is not None:
             self.finish(ended)

@@ -110,7 +110,7 @@ def check_submission(submission: Submission, expectation: Expectation) -> Protot
         Refused: another task, a wrong shape or dtype, values that are not finite, unknown classes, too few images,
             implausible values, with a program several prototypes of one class, or not exactly its tensors.
     """
-    _check_envelope(submission, expectation)
+    check_envelope(submission, expectation)
     prototypes, labels, counts = _check_prototypes(submission, expectation)
     tensors = _check_tensors(submission.tensors, expectation)
     block = None
@@ -175,7 +175,7 @@ def count_rows(submission: Submission, expectation: Expectation) -> dict[int, in
         _, labels, counts = check_statistics(submission, expectation)
         weights = counts if expectation.manifest.batch_size == 1 else None
     else:
-        _check_envelope(submission, expectation)
+        check_envelope(submission, expectation)
         _, labels, counts = _check_prototypes(submission, expectation)
         tensors = _check_tensors(submission.tensors, expectation)
         if expectation.manifest.accepts_blocks:
@@ -199,7 +199,7 @@ def check_statistics(
         Refused: as `check_submission`, or several sums of one class, values that no images have, or another form than
             the task's.
     """
-    _check_envelope(submission, expectation)
+    check_envelope(submission, expectation)
     has_sums = expectation.manifest.batch_size == 1
     if expectation.manifest.differential_privacy is not None:
         sums = check_noisy_sums(submission, expectation)
@@ -222,10 +222,7 @@ def check_statistics(
 
 @dataclass(frozen=True, kw_only=True)
 class NoisySums:
-    """A checked submission under differential privacy: any values can be those of images with noise.
-
-    int32, or masked uint32 with a second operator.
-    """
+    """A checked submission under differential privacy, int32: any values can be those of images with noise."""
 
     counts: NDArray[Any]
     """Images of each class in units of 1/64, (C,)."""
@@ -237,29 +234,26 @@ class NoisySums:
 
 def check_noisy_sums(submission: Submission, expectation: Expectation) -> NoisySums:
     """Return the sums of a submission under differential privacy; raises Refused unless their shapes fit."""
-    _check_envelope(submission, expectation)
-    is_masked = expectation.manifest.second_operator is not None
-    if is_masked != isinstance(submission.mask, SealedMask):
-        raise Refused("malformed", f"expected {'a' if is_masked else 'no'} mask for a second operator")
-    kind = "u4" if is_masked else "i4"
-    sums, labels, counted = _check_rows(submission, expectation, dtype=kind)
+    check_envelope(submission, expectation)
+    if isinstance(submission.mask, SealedMask):
+        raise Refused("malformed", "expected no mask for a second operator")
+    sums, labels, _ = _check_rows(submission, expectation, dtype="i4")
     classes = len(expectation.manifest.classes)
-    if is_masked and ((counted != 1).any() or submission.images != classes):
-        raise Refused("malformed", "expected masked submissions to have counts of 1")
     if labels.tolist() != list(range(classes)):
         raise Refused("malformed", "expected a sum of each class, in the order of the classes")
     shapes = {"counts": (classes,), "second_moment": (triangle_size(sums.shape[1]),)}
     if submission.tensors.keys() != shapes.keys():
         got = ", ".join(sorted(submission.tensors))[:120] or "none"
         raise Refused("malformed", f"expected the tensors {', '.join(shapes)}, got {got}")
-    tensors = {name: _array(submission.tensors[name], name, dtypes=kind, ndim=1) for name in shapes}
+    tensors = {name: _array(submission.tensors[name], name, dtypes="i4", ndim=1) for name in shapes}
     for name, values in tensors.items():
         if values.shape != shapes[name]:
             raise Refused("shape", f"expected {name} of shape {shapes[name]}, got {values.shape}")
     return NoisySums(sums=sums, **tensors)
 
 
-def _check_envelope(submission: Submission, expectation: Expectation) -> None:
+def check_envelope(submission: Submission, expectation: Expectation) -> None:
+    """Refuse a submission to another task, or one whose cost is missing or too high."""
     if submission.task not in {expectation.task, *(expectation.manifest.continues or ())}:
         expected, got = (task.hex()[:12] for task in (expectation.task, submission.task))
         raise Refused("unknown_task", f"expected task {expected}, got {got}")

@@ -11,18 +11,19 @@ from aggregator.coordination import round_state, rounds
 from aggregator.intake.accepted_submissions import AcceptedSubmissions
 from aggregator.intake.evaluation_validation import check_evaluation
 from aggregator.intake.frame_authentication import FrameAuthenticator
+from aggregator.intake.masked_values import checked_mask, opened_values
 from aggregator.intake.quotas import Quotas
 from aggregator.intake.uploads import Uploads
 from aggregator.intake.validation import Refused, count_rows, read_message
 from aggregator.messaging.blob_sender import BlobSender
 from aggregator.rates import DeviceEvents, TokenBuckets
+from aggregator.security.seal_key import own_seal_key
 from aggregator.server.store_view import StoreView
 from aggregator.storage.devices import UNKNOWN_DEVICE
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task_preparation import Task
 from protocol.errors import MalformedMessage, VersionMismatch
-from protocol.statistics.secure_sums import submission_context
 from protocol.wire.codec import FrameView, decode, is_probe, message_kind
 from protocol.wire.messages import (
     MAX_FRAME_BYTES,
@@ -30,16 +31,14 @@ from protocol.wire.messages import (
     BlobRequest,
     DeviceInfo,
     Evaluation,
-    MaskedSubmission,
     Presence,
     PrivacyRecord,
     Reason,
     Receipt,
-    SealedMask,
     Submission,
     TaskManifest,
 )
-from protocol.wire.signing import is_own_mask, sign_record
+from protocol.wire.signing import sign_record
 from protocol.wire.topics import device_topic, parse_device_topic
 
 log = logging.getLogger(__name__)
@@ -312,14 +311,15 @@ class DeviceMessages:
     def _record(
         self, device: str, submission: Submission, digest: bytes, size_bytes: int
     ) -> SubmissionRecord:
-        per_class = count_rows(submission, self.task.expectation)
-        min_devices = masked = None
-        if isinstance(mask := submission.mask, SealedMask):
-            self._check_mask(device, submission, mask)
-            min_devices = mask.min_devices
-            masked = msgspec.msgpack.encode(
-                MaskedSubmission(device=device, sequence=submission.sequence, mask=mask)
-            )
+        expectation, masked = self.task.expectation, None
+        if expectation.manifest.second_operator is None:
+            per_class = count_rows(submission, expectation)
+        else:
+            opened_values(submission, expectation, device=device, private_key=own_seal_key(self.store))
+            known = self.store.keys.get(device)
+            key = None if known is None else known.public
+            masked = checked_mask(submission, expectation, device=device, key=key)
+            per_class = dict.fromkeys(range(len(expectation.manifest.classes)), 1)
         return SubmissionRecord(
             device=device,
             entry=round_state.Entry(submission.sequence, digest, self.store.clock.now_s(), submission.round),
@@ -327,18 +327,9 @@ class DeviceMessages:
             images=submission.images,
             prototypes=sum(per_class.values()),
             per_class=per_class,
-            min_devices=min_devices,
-            mask=masked,
+            min_devices=None if masked is None else masked.mask.min_devices,
+            mask=None if masked is None else msgspec.msgpack.encode(masked),
         )
-
-    def _check_mask(self, device: str, submission: Submission, mask: SealedMask) -> None:
-        """Refuse a mask that the second operator would refuse, and with it the list that it is in."""
-        context = submission_context(
-            fleet=self.task.file.fleet, task=self.task.digest, device=device, sequence=submission.sequence
-        )
-        key = self.store.keys.get(device)
-        if key is None or mask.key != key.public or not is_own_mask(mask, context=context):
-            raise Refused("signature", "the mask is not signed with the device's key for this submission")
 
     def _remember(self, device: str, digest: bytes, refused: Refused) -> None:
         """Remember a refused upload, so that it is not uploaded again, unless it may be accepted later."""

@@ -73,8 +73,10 @@ class Sums(msgspec.Struct, frozen=True, kw_only=True):
 
     min_devices: Annotated[int, Meta(description="Devices in a list, at least.")]
     tolerance: Annotated[float, Meta(description="Share of these that may add no noise.")]
-    seal_key: Annotated[str, Meta(description="Public key in hex: `edge-client --second-operator`.")]
-    sign_key: Annotated[str, Meta(description="Public key in hex that signs opened sums.")]
+    seal_key: Annotated[str, Meta(description="Public key in hex of this task, to which masks are sealed.")]
+    sign_key: Annotated[
+        str, Meta(description="Public key in hex, signs sums: `edge-client --second-operator`.")
+    ]
     lists: Annotated[int, Meta(description="Lists of devices whose sums are in the newest head.")]
     devices: Annotated[int, Meta(description="Their devices.")]
     left_out: Annotated[int, Meta(description="Devices of opened lists that could not be used.")]
@@ -87,7 +89,7 @@ class Sums(msgspec.Struct, frozen=True, kw_only=True):
     ]
 
     def __str__(self) -> str:
-        keys = f"second operator {self.seal_key[:SHOWN_KEY]}, signs with {self.sign_key[:SHOWN_KEY]}"
+        keys = f"second operator {self.sign_key[:SHOWN_KEY]}, seal key {self.seal_key[:SHOWN_KEY]}"
         least = (
             f"at least {self.min_devices} devices in a sum, of which {self.tolerance:.0%} may add no noise"
         )

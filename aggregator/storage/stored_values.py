@@ -53,6 +53,12 @@ class SigningKey(msgspec.Struct, frozen=True):
     """The root key that its newest certificate names, in hex; empty if the fleet has none."""
 
 
+class SealKey(msgspec.Struct, frozen=True):
+    """The private X25519 key to which devices seal masked submissions, in hex."""
+
+    private: str
+
+
 class ManifestNumbers(msgspec.Struct, frozen=True):
     """The last release number of each fleet channel, signed with `key` (public, in hex)."""
 

@@ -1,6 +1,6 @@
 """Accepted submissions, of which the newest per device and task counts."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
@@ -31,6 +31,7 @@ class SubmissionRecord:
     device: str
     entry: Entry
     size_bytes: int
+    """Bytes of the payload; 0 once nothing needs it, and it is deleted."""
     images: int
     prototypes: int
     per_class: Mapping[int, int]
@@ -149,7 +150,8 @@ class Submissions:
             return set()
         marks = ", ".join("?" * len(digests))
         rows = self._database.read(
-            f"SELECT digest FROM submissions WHERE digest IN ({marks}) AND (task != ? OR round >= ?)",  # noqa: S608 - marks
+            f"SELECT digest FROM submissions WHERE digest IN ({marks}) AND size_bytes > 0 "  # noqa: S608 - marks
+            "AND (task != ? OR round >= ?)",
             *(*digests, task, oldest_round),
         )
         return {digest for (digest,) in rows}
@@ -161,6 +163,12 @@ class Submissions:
             "UNION SELECT task, digest FROM lost_submissions WHERE device = ?",
             *(device, device),
         )
+
+    def discard_payloads(self, task: bytes, devices: Iterable[str]) -> None:
+        """Let nothing need the payloads of these submissions any more, in a transaction of the caller."""
+        query = "UPDATE submissions SET size_bytes = 0, mask = NULL WHERE task = ? AND device = ?"
+        for device in devices:
+            self._database.write(query, task, device)
 
     def has_digest(self, digest: bytes) -> bool:
         return bool(self._database.read("SELECT 1 FROM submissions WHERE digest = ? LIMIT 1", digest))

@@ -22,7 +22,7 @@ from aggregator.training.jobs import (
     checked_parts,
 )
 from aggregator.training.robust.weights import Counting
-from protocol.errors import BlobLost, ProtofleetError
+from protocol.errors import ProtofleetError
 from protocol.statistics.integer_rows import MAX_VALUE, triangle_size
 from protocol.statistics.noisy_sums import UNITS, deviations, share_of_noise
 from protocol.statistics.public_map import read_map
@@ -34,6 +34,8 @@ from protocol.wire.messages import Submission, SumReply, Tensor, Tensors
 
 LARGEST = 8.0
 """Deviations that no noise exceeds."""
+
+FALSE = "no images have such sums: a device has lied, or the second operator, whose signature is stored"
 
 
 def run(job: NoisySumsJob, workspace: Workspace) -> Result:
@@ -56,7 +58,7 @@ def run(job: NoisySumsJob, workspace: Workspace) -> Result:
     else:
         share = share_of_noise(wanted.noise_multiplier, honest=operator.honest)
         counts, sums, second_moment = _opened(job, workspace, expectation, share)
-        devices, invalid = job.devices + len(job.members), {}
+        devices, invalid = job.devices + job.listed, {}
     images = max(1, round(int(counts.sum()) / UNITS))
     workspace.report({"prototypes": images})
     noise_multiplier = share * math.sqrt(devices)
@@ -104,24 +106,16 @@ def _opened(job: NoisySumsJob, workspace: Workspace, expectation: Expectation, s
     The sum of one is that of masked sums less the sum of masks, modulo 2^32; `share` is a device's noise multiplier.
 
     Raises:
-        ProtofleetError: a submission or a blob is lost, or a list has too many images.
+        ProtofleetError: a blob is lost, or a list cannot be used.
     """
     blobs, classes, size = workspace.blobs, len(expectation.manifest.classes), expectation.prototype_size
     parts = (classes, classes * size, triangle_size(size))
-    masked = np.zeros(sum(parts), np.uint32)
-    try:
-        for _, submission in job.submissions(workspace.blobs):
-            part = check_noisy_sums(submission, expectation)
-            masked += np.concatenate([part.counts, part.sums.ravel(), part.second_moment])
-    except BlobLost as error:
-        raise ListUnusable(
-            f"a submission is lost, and the second operator opens no other list with its devices: {error}"
-        ) from error
+    data = blobs.read(bytes.fromhex(job.masked))
+    values = to_array(decode(data, Tensors, max_bytes=len(data)).values["masked"])
     reply = blobs.read(bytes.fromhex(job.masks))
     masks = decode(reply, SumReply, max_bytes=len(reply)).masks
-    masked -= to_array(masks) if isinstance(masks, Tensor) else np.uint32(0)
-    total = masked.view(np.int32).astype(np.int64)
-    require_no_wrap(total[:classes], noise_multiplier=share * math.sqrt(len(job.members)))
+    values = values - (to_array(masks) if isinstance(masks, Tensor) else np.uint32(0))
+    total = opened_list(values, classes=classes, size=size, noise_multiplier=share * math.sqrt(job.listed))
     if job.total:
         earlier = blobs.read(bytes.fromhex(job.total))
         total += from_total(decode(earlier, Tensors, max_bytes=len(earlier)))
@@ -130,19 +124,43 @@ def _opened(job: NoisySumsJob, workspace: Workspace, expectation: Expectation, s
     return counts, sums.reshape(classes, size), second_moment
 
 
-def require_no_wrap(counts: NDArray[np.int64], *, noise_multiplier: float) -> None:
-    """Raise ProtofleetError if the sums of a list may have wrapped around unnoticed, by its counts.
+def opened_list(
+    values: NDArray[np.uint32], *, classes: int, size: int, noise_multiplier: float
+) -> NDArray[np.int64]:
+    """Return the sums of one list, int64 (values,), of what they are modulo 2^32.
 
-    An image changes a class sum by `UNITS` times 127 at most, and a product by half of 127^2. A square, by 127^2,
-    becomes negative before the others wrap around, which `_require_laws` notices.
+    The devices' counts state how many images a list has. An image changes a class sum by `UNITS` times 127 at most, a
+    product by half of 127^2, and a square by 0 to 127^2. Up to `most` images, no sum or product leaves -2^31 to 2^31,
+    and no square the range of 2^32 that begins below 0 by the noise.
+
+    Raises:
+        ProtofleetError: there are more images, or no images have such counts and squares.
     """
-    noise = LARGEST * deviations(noise_multiplier)["sums"]
-    most = int((2**31 - noise) / (UNITS * MAX_VALUE))
-    if (images := int(counts.sum()) // UNITS) > most:
+    scale = {kind: LARGEST * each for kind, each in deviations(noise_multiplier).items()}
+    total = values.view(np.int32).astype(np.int64)
+    counts = total[:classes]
+    images = max(0, int(counts.sum())) / UNITS
+    most = int(
+        min(
+            (2**31 - scale["sums"]) / (UNITS * MAX_VALUE),
+            (2**31 - scale["products"]) * 2 / MAX_VALUE**2,
+            (2**32 - 2 * scale["squares"]) / MAX_VALUE**2,
+        )
+    )
+    if images > most:
         raise ListUnusable(
-            f"its devices have {images} images together, and sums of more than {most} can wrap around: "
+            f"its devices have {images:.0f} images together, and sums of more than {most} can wrap around: "
             "divide the devices among several fleets"
         )
+    first = np.arange(size)
+    places = classes * (1 + size) + first * size - first * (first - 1) // 2
+    squares = total[places]
+    squares[squares < -scale["squares"]] += 2**32
+    total[places] = squares
+    stated = images + scale["counts"] * math.sqrt(classes) / UNITS
+    if counts.min() < -scale["counts"] or squares.max() > stated * MAX_VALUE**2 + scale["squares"]:
+        raise ListUnusable(FALSE)
+    return total
 
 
 def to_total(values: NDArray[np.int64]) -> Tensors:
@@ -166,7 +184,4 @@ def _require_laws(total: NoisyTotal) -> None:
     scale, size = deviations(total.noise_multiplier), total.sums.shape[1]
     squares = np.diag(from_triangle(total.second_moment, size))
     if total.counts.min() < -LARGEST * scale["counts"] or squares.min() < -LARGEST * scale["squares"]:
-        raise ListUnusable(
-            "no images have such sums: a device has lied, or the second operator, whose signature "
-            "is stored, or the devices of a list have more than 130,000 images"
-        )
+        raise ListUnusable(FALSE)

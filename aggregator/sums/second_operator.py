@@ -9,26 +9,40 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 
+import numpy as np
 from msgspec import UNSET
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
-from aggregator.intake.validation import Expectation
+from aggregator.intake.masked_values import number_of_values, opened_values
+from aggregator.intake.validation import Expectation, Refused, read_message
+from aggregator.security.seal_key import own_seal_key
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.sums.stored_lists import PendingList, SumLists, devices_of, put_sums, sums_of, without_pending
+from aggregator.sums.stored_lists import (
+    PendingList,
+    SumLists,
+    devices_of,
+    end_pending,
+    payloads_of_pending,
+    put_sums,
+    sums_of,
+)
 from protocol.errors import BlobLost, MalformedMessage, StateError
 from protocol.log import event
-from protocol.statistics.noisy_sums import released_values
 from protocol.threads import start_thread
-from protocol.wire.arrays import to_array
+from protocol.wire.arrays import to_array, to_tensor
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import (
     MAX_FRAME_BYTES,
+    MAX_SUMMED_VALUES,
     Frame,
     MaskedSubmission,
     SecondOperator,
+    Submission,
     SumReply,
     SumRequest,
+    Tensors,
 )
 from protocol.wire.repeated_transfers import Transfers
 from protocol.wire.signing import is_own_sum
@@ -53,6 +67,10 @@ class Sums:
 
     def members(self, counting: Mapping[str, bytes]) -> Mapping[str, bytes]:
         """Return which of the submissions that count the next head is planned of; none if there can be no head yet."""
+        return counting
+
+    def with_payloads(self, counting: Mapping[str, bytes]) -> Mapping[str, bytes]:
+        """Return which of the submissions that count are stored, or should be; the others' sums are in the total."""
         return counting
 
     def ready(self, plan: HeadRecord) -> bool:
@@ -91,15 +109,17 @@ def sums_for(expectation: Expectation, store: Store, *, fleet: str) -> Sums:
     return Sums() if operator is None else SecondOperatorLists(expectation, store, operator, fleet=fleet)
 
 
-def largest_list(least: Mapping[str, int], *, min_devices: int) -> tuple[str, ...]:
+def largest_list(least: Mapping[str, int], *, min_devices: int, most: int) -> tuple[str, ...]:
     """Return as many devices as possible of which each accepts their number; none if they are fewer than `min_devices`.
 
     `least` are the submissions that each device wants in a list: one that wants more than there are joins a later list.
+    A list has `most` devices at most.
     """
     chosen = dict(least)
-    while chosen and max(chosen.values()) > len(chosen):
-        chosen = {device: wanted for device, wanted in chosen.items() if wanted <= len(chosen)}
-    return tuple(sorted(chosen)) if len(chosen) >= min_devices else ()
+    while chosen and max(chosen.values()) > min(len(chosen), most):
+        limit = min(len(chosen), most)
+        chosen = {device: wanted for device, wanted in chosen.items() if wanted <= limit}
+    return tuple(sorted(chosen)[:most]) if len(chosen) >= min_devices else ()
 
 
 class SecondOperatorLists(Sums):
@@ -110,12 +130,13 @@ class SecondOperatorLists(Sums):
     ) -> None:
         self._task, self._store, self._operator, self._fleet = expectation.task, store, operator, fleet
         self.topics = (fleet_topic(fleet, "sums/reply"),)
-        shape = {"classes": len(expectation.manifest.classes), "size": expectation.prototype_size}
-        self._values = sum(released_values(**shape).values())
+        self._expectation, self._values = expectation, number_of_values(expectation)
+        self._most = MAX_SUMMED_VALUES // self._values
+        """Devices in a list, at most."""
         self._transfers = Transfers(max_bytes=4 * self._values + 1024)
         self._due_s = 0.0
-        self._verifying: tuple[bytes, Future[None]] | None = None
-        """The planned submissions that a thread reads, and its outcome."""
+        self._adding: tuple[Mapping[str, bytes], Future[NDArray[np.uint32]]] | None = None
+        """The submissions that a thread reads and adds up, and the sum of their masked values."""
         self._logged = 0, 0
         """The devices that are missing for a list, and those that it needs, as the log has them."""
 
@@ -150,7 +171,7 @@ class SecondOperatorLists(Sums):
         if len(new) >= required:
             wanted = self._store.submissions.wanted_devices(self._task)
             least = {device: wanted[device] for device in new & wanted.keys()}
-        chosen = largest_list(least, min_devices=required)
+        chosen = largest_list(least, min_devices=required, most=self._most)
         if not chosen:
             wanted_devices = max([required, *least.values()])  # an owner may require more
             missing = max(1, wanted_devices - len(new))
@@ -159,6 +180,11 @@ class SecondOperatorLists(Sums):
                 event(log, logging.INFO, text, devices=missing, wanted=wanted_devices)
             self._logged = missing, wanted_devices
         return chosen
+
+    def with_payloads(self, counting: Mapping[str, bytes]) -> Mapping[str, bytes]:
+        """Return the submissions that are in no sum yet: the payloads of the others are deleted."""
+        added = set(self.stored.devices)
+        return {device: digest for device, digest in counting.items() if device not in added}
 
     def ready(self, plan: HeadRecord) -> bool:
         """Return True if the second operator has opened the list of a planned head, which is made if there is none.
@@ -175,23 +201,43 @@ class SecondOperatorLists(Sums):
             self._put(replace(lists, pending=replace(pending, masks="")))
             self._due_s = 0.0
             return False
-        return bool(pending.masks)
+        return bool(pending.masks) and self._has_sum(plan, pending)
+
+    def _has_sum(self, plan: HeadRecord, pending: PendingList) -> bool:
+        """Return True if the sum of masked values is stored; one that is lost is made again of the submissions."""
+        if bytes.fromhex(pending.masked) in self._store.blobs:
+            return True
+        try:
+            total = self._sum({device: bytes.fromhex(digest) for device, digest in pending.members.items()})
+        except BlobLost as error:
+            self.abandon(f"the sum of its masked values is lost, and a submission is: {error}")
+            self._store.heads.delete(plan.task, plan.version)
+            return False
+        if total is not None:
+            self._put_sum(total)
+        return total is not None
+
+    def _put_sum(self, total: NDArray[np.uint32]) -> bytes:
+        return self._store.blobs.put(encode(Tensors(values={"masked": to_tensor(total)})))
 
     def _make_list(self, plan: HeadRecord, lists: SumLists, new: Mapping[str, bytes]) -> None:
-        """Store the next list, once its submissions are verified; delete a plan whose submissions have changed."""
-        if not self._is_verified(plan.members, new):
+        """Store the next list, once its submissions are added up; delete a plan whose submissions have changed."""
+        total = self._sum(new)
+        if total is None:
             return
         masked = self._masked(new)
         least = {device: each.mask.min_devices for device, each in masked.items()}
-        if largest_list(least, min_devices=self._operator.min_devices) != tuple(sorted(new)):
+        chosen = largest_list(least, min_devices=self._operator.min_devices, most=self._most)
+        if chosen != tuple(sorted(new)):
             self._store.heads.delete(plan.task, plan.version)  # it is planned again of what counts now
             return
         pending = PendingList(
             members={device: new[device].hex() for device in sorted(new)},
             request=self._store.blobs.put(self._request_of(masked)).hex(),
             requested_s=time.time(),
+            masked=self._put_sum(total).hex(),
         )
-        self._put(replace(lists, pending=pending))
+        self._put(replace(lists, pending=pending, seal_key=self._operator.seal_key.hex()))
         self._due_s = 0.0
         event(log, logging.INFO, "sum requested from the second operator", devices=len(new))
 
@@ -206,48 +252,68 @@ class SecondOperatorLists(Sums):
 
     def _request_of(self, masked: Mapping[str, MaskedSubmission]) -> bytes:
         submissions = tuple(masked[device] for device in sorted(masked))
-        return encode(SumRequest(task=self._task, values=self._values, submissions=submissions))
+        return encode(
+            SumRequest(
+                task=self._task,
+                seal_key=self._operator.seal_key,
+                values=self._values,
+                submissions=submissions,
+            )
+        )
 
-    def _is_verified(self, plan: bytes, members: Mapping[str, bytes]) -> bool:
-        """Read the submissions of a planned list on a thread; return True in a later pass, once all are whole.
-
-        An opened list with a lost submission is lost for all of its devices.
+    def _sum(self, members: Mapping[str, bytes]) -> NDArray[np.uint32] | None:
+        """Return the sum of the masked values of a list, uint32 (values,); None while a thread adds them up.
 
         Raises:
-            BlobLost: one is missing or damaged.
-            StateError: one cannot be read.
+            BlobLost: a submission is missing or damaged.
+            StateError: one cannot be read, or the key to open it is lost.
         """
-        if self._verifying is None or self._verifying[0] != plan:
-            self._verifying = plan, self._verification(list(members.values()))
-            return False
-        outcome = self._verifying[1]
+        if self._adding is None or self._adding[0] != members:
+            self._adding = members, self._addition(dict(members))
+            return None
+        outcome = self._adding[1]
         if not outcome.done():
-            return False
-        self._verifying = None
-        outcome.result()
-        return True
+            return None
+        self._adding = None
+        return outcome.result()
 
-    def _verification(self, digests: list[bytes]) -> Future[None]:
-        outcome, blobs = Future[None](), self._store.blobs
+    def _addition(self, members: Mapping[str, bytes]) -> "Future[NDArray[np.uint32]]":
+        outcome, private_key = Future[NDArray[np.uint32]](), own_seal_key(self._store)
 
-        def verify() -> None:
+        def add() -> None:
+            total = np.zeros(self._values, np.uint32)
             try:
-                for blob in blobs.read_each(digests):
-                    if isinstance(blob, BlobLost):
-                        raise blob
+                for device, payload in zip(
+                    members, self._store.blobs.read_each(members.values()), strict=True
+                ):
+                    if isinstance(payload, BlobLost):
+                        raise payload
+                    total += self._opened(device, payload, private_key)
             except StateError as error:
                 outcome.set_exception(error)
             else:
-                outcome.set_result(None)
+                outcome.set_result(total)
 
-        start_thread(verify, name="verify-list", on_failure=outcome.set_exception)
+        start_thread(add, name="add-masked", on_failure=outcome.set_exception)
         return outcome
+
+    def _opened(self, device: str, payload: bytes, private_key: bytes) -> NDArray[np.uint32]:
+        try:
+            message = read_message(payload)
+            if isinstance(message, Submission):
+                return opened_values(message, self._expectation, device=device, private_key=private_key)
+            raise Refused("malformed", "it is no submission")
+        except Refused as error:
+            raise StateError(f"the stored submission of {device} cannot be opened: {error}") from error
 
     def abandon(self, reason: str) -> None:
         """Leave the pending list out of all heads: its devices are in no other one of this task."""
         lists = self.stored
         if lists.pending is not None:
-            self._put(replace(without_pending(lists), problem=reason))
+            payloads = payloads_of_pending(self._store.facts, self._task)
+            with self._store.transaction():
+                put_sums(self._store.facts, replace(end_pending(self._store, lists), problem=reason))
+            self._store.blobs.delete(payloads)
             text, number = "list left out of all heads: start a new task", len(lists.pending.members)
             event(log, logging.ERROR, text, devices=number, reason=reason)
 

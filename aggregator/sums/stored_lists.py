@@ -3,12 +3,18 @@
 The last functions are what other rooms ask: retention, `forget`, and what makes and stores a head.
 """
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
+from aggregator.storage.store import Store
+from protocol.storage.blobstore import state_errors, write_atomically
 from protocol.storage.facts import Facts
+
+TOTALS = "totals"
+"""Folder in the state directory with a copy of each task's total, beside the one among the blobs."""
 
 
 class PendingList(msgspec.Struct, frozen=True):
@@ -20,6 +26,8 @@ class PendingList(msgspec.Struct, frozen=True):
     """Hex digest of the request to the second operator, a blob."""
     requested_s: float
     """Unix seconds."""
+    masked: str
+    """Hex digest of the sum of the masked values, a blob (`Tensors`)."""
     masks: str = ""
     """Hex digest of the second operator's reply, a blob; empty without one."""
     problem: str = ""
@@ -43,6 +51,8 @@ class SumLists(msgspec.Struct, frozen=True):
     """Hex digests of the request and the reply of each earlier list, blobs: what the second operator has signed."""
     problem: str = ""
     """Why the newest list that was left out of all heads could not be used."""
+    seal_key: str = ""
+    """The second operator's public key for this task, in hex; empty before the first list."""
 
 
 class SumsOfTasks(msgspec.Struct, frozen=True):
@@ -63,12 +73,22 @@ def put_sums(facts: Facts, lists: SumLists) -> None:
     facts.put(SumsOfTasks({**sums_of_tasks(facts), lists.task.hex(): lists}))
 
 
-def without_pending(lists: SumLists) -> SumLists:
-    """Return the lists without the pending one, whose devices are in no other one of the task."""
+def end_pending(store: Store, lists: SumLists) -> SumLists:
+    """Return the lists without the pending one, whose devices are in no other one of the task.
+
+    Nothing needs the payloads of their submissions any more. In a transaction of the caller.
+    """
     if (pending := lists.pending) is None:
         return lists
+    store.submissions.discard_payloads(lists.task, pending.members)
     signed = (*lists.signed, pending.request, pending.masks)
     return replace(lists, devices=(*lists.devices, *pending.members), signed=signed, pending=None)
+
+
+def has_list_of_another(facts: Facts, task: bytes, seal_key: bytes) -> bool:
+    """Return whether a list of another task was made for a second operator's seal key."""
+    key = seal_key.hex()
+    return any(each.seal_key == key and each.task != task for each in sums_of_tasks(facts).values())
 
 
 def devices_of(lists: SumLists) -> set[str]:
@@ -95,7 +115,7 @@ def blobs_of_sums(facts: Facts) -> set[bytes]:
     for lists in sums_of_tasks(facts).values():
         names |= {lists.total, *lists.signed}
         if (pending := lists.pending) is not None:
-            names |= {pending.request, pending.masks, *pending.members.values()}
+            names |= {pending.request, pending.masked, pending.masks, *pending.members.values()}
     return {bytes.fromhex(name) for name in names if name}
 
 
@@ -104,13 +124,40 @@ def job_fields(facts: Facts, task: bytes) -> dict[str, Any]:
     lists = sums_of(facts, task)
     if (pending := lists.pending) is None:
         return {}
-    masked = {"members": pending.members, "masks": pending.masks}
-    return {**masked, "total": lists.total, "devices": lists.summed}
+    added = {"masked": pending.masked, "masks": pending.masks, "listed": len(pending.members)}
+    return {"members": {}, **added, "total": lists.total, "devices": lists.summed}
 
 
-def add_to_total(facts: Facts, task: bytes, total: bytes) -> None:
+def add_to_total(store: Store, task: bytes, total: bytes) -> None:
     """Store that a head is made of a total, a blob, to which the pending list now belongs."""
-    lists = sums_of(facts, task)
+    lists = sums_of(store.facts, task)
     summed = lists.summed + (len(lists.pending.members) if lists.pending else 0)
-    after = replace(without_pending(lists), count=lists.count + 1, summed=summed, total=total.hex())
-    put_sums(facts, after)
+    after = replace(end_pending(store, lists), count=lists.count + 1, summed=summed, total=total.hex())
+    put_sums(store.facts, after)
+
+
+def copy_total(store: Store, file: Path, digest: bytes) -> None:
+    """Copy a total, before it is stored: it cannot be made again, and a start restores it from the copy.
+
+    Raises StateError if it cannot be written.
+    """
+    with state_errors(file):
+        data = file.read_bytes()
+        (folder := store.folder / TOTALS).mkdir(exist_ok=True)
+    write_atomically(folder / digest.hex(), data)
+
+
+def payloads_of_pending(facts: Facts, task: bytes) -> list[bytes]:
+    """Return the digests of the submissions in the pending list of a task."""
+    pending = sums_of(facts, task).pending
+    return [] if pending is None else [bytes.fromhex(digest) for digest in pending.members.values()]
+
+
+def delete_added(store: Store, payloads: list[bytes]) -> None:
+    """Delete the submissions of a list that was added, and copies of totals before it; raises StateError."""
+    store.blobs.delete(payloads)
+    needed = {lists.total for lists in sums_of_tasks(store.facts).values()}
+    for file in (store.folder / TOTALS).glob("*"):
+        if file.name not in needed:
+            with state_errors(file):
+                file.unlink()

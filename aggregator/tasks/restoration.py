@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from aggregator.storage.blobs import Blobs
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import LostFiles
+from aggregator.sums.stored_lists import TOTALS
 from aggregator.tasks.retention import needed_blobs
 from aggregator.tasks.task_preparation import Task, prepare_task
 from protocol.errors import BlobLost, StateError, ThreadFailed
@@ -47,7 +48,8 @@ def heal(task: Task, store: Store, digests: Collection[bytes]) -> None:
 
 def _copy_back(store: Store, digest: bytes) -> None:
     folder = store.folder
-    for copy in (store.blobs.path(digest), folder / "head.onnx", *folder.glob("training/*/*")):
+    files = (*folder.glob("training/*/*"), *folder.glob(f"{TOTALS}/*"))
+    for copy in (store.blobs.path(digest), folder / "head.onnx", *files):
         with contextlib.suppress(StateError):
             if file_digest(copy) == digest:
                 store.put_file(copy)

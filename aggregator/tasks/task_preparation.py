@@ -19,7 +19,9 @@ from aggregator.algorithms.tensors import pack_tensors
 from aggregator.config.privacy import SumsSettings
 from aggregator.config.schema import TaskFile
 from aggregator.intake.validation import Expectation
+from aggregator.security.seal_key import own_seal_key, public_seal_key
 from aggregator.storage.store import Store
+from aggregator.sums.stored_lists import has_list_of_another
 from aggregator.tasks.graph_cache import cached_graphs
 from aggregator.tasks.manifests import program_of, task_manifest
 from protocol.errors import ConfigError, GraphRefused, MalformedMessage, StateError
@@ -38,6 +40,7 @@ from protocol.wire.messages import (
     Statistics,
     TaskManifest,
 )
+from protocol.wire.signing import is_own_seal_key
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +120,8 @@ def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> 
         else _public_statistics(Path(file.privacy.dp.map), feature_size, store)
     )
     if statistics is not None and (sums := file.privacy.sums) is not None:
-        statistics = msgspec.structs.replace(statistics, second_operator=second_operator(sums))
+        operator = second_operator(sums, read_card(sums), own_seal_key(store))
+        statistics = msgspec.structs.replace(statistics, second_operator=operator)
     normalized = all(each.blocks for each in described.values())
     feature_map = feature_map_of(file, feature_size, columns=columns, normalized=normalized)
     if feature_map is not None:
@@ -128,6 +132,13 @@ def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> 
     if file.continues is not None:
         manifest = continued(manifest, bytes.fromhex(file.continues), store)
     digest = store.blobs.put(encode(manifest))
+    if manifest.second_operator is not None and has_list_of_another(
+        store.facts, digest, manifest.second_operator.seal_key
+    ):
+        raise ConfigError(
+            "`privacy.sums.operator`: an earlier task has this seal key: the second operator makes another with "
+            "`protofleet-sums new-task`"
+        )
     ends = np.cumsum([0, *(each.feature_size for each in described.values())])
     return Task(
         file=file,
@@ -264,29 +275,44 @@ def _public_statistics(path: Path, feature_size: int, store: Store) -> Statistic
 
 
 class OperatorCard(msgspec.Struct, frozen=True):
-    """The contents of `operator.toml`, public keys in hex."""
+    """The second operator's file for one task: public keys and a signature, in hex."""
 
     format: int
     seal_key: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    seal_key_signature: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{128}\Z")]
     sign_key: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
-def second_operator(sums: SumsSettings) -> SecondOperator:
-    """Return the second operator that a task file names; raises ConfigError if its card cannot be read."""
+def read_card(sums: SumsSettings) -> OperatorCard:
+    """Return the second operator's card that a task file names; raises ConfigError if it cannot be read."""
     try:
         card = msgspec.toml.decode(Path(sums.operator).read_bytes(), type=OperatorCard)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cannot read {sums.operator}: {error}: take the file that `protofleet-sums init` has written"
+            f"cannot read {sums.operator}: {error}: take the file that `protofleet-sums new-task` has written"
         ) from error
     if card.format != 1:
         raise ConfigError(f"{sums.operator} has format {card.format}, expected 1: upgrade protofleet here")
-    return SecondOperator(
+    return card
+
+
+def second_operator(sums: SumsSettings, card: OperatorCard, private_key: bytes) -> SecondOperator:
+    """Return the second operator of a task; `private_key` is the aggregator's (X25519, 32 bytes).
+
+    Raises:
+        ConfigError: the seal key on the card is not signed by the operator that it names.
+    """
+    operator = SecondOperator(
         seal_key=bytes.fromhex(card.seal_key),
+        seal_key_signature=bytes.fromhex(card.seal_key_signature),
         sign_key=bytes.fromhex(card.sign_key),
+        aggregator_key=public_seal_key(private_key),
         min_devices=sums.min_devices,
         honest=sums.honest,
     )
+    if not is_own_seal_key(operator):
+        raise ConfigError(f"the seal key in {sums.operator} is not signed: take another file of the operator")
+    return operator
 
 
 def checked_backbone(path: Path, store: Store | None = None) -> BackboneMetadata:

@@ -184,17 +184,22 @@ class StatisticsJob(CollectionJob, frozen=True, kw_only=True, dict=True, tag="st
 class NoisySumsJob(CollectionJob, frozen=True, kw_only=True, tag="noisy-sums"):
     """Solve for a head from sums with noise.
 
-    With a second operator, `members` are masked, and `total.bin` is the sum of theirs and of all earlier lists.
+    With a second operator, these are the sums of a list and of all earlier ones, whose total is `total.bin`; no
+    submission is read.
     """
 
     module = "aggregator.sums.noisy_sums_job"
 
+    masked: str = ""
+    """Hex digest of the sum of the list's masked values, a blob; empty without a second operator."""
     masks: str = ""
     """Hex digest of the second operator's reply, a blob; empty without a second operator."""
+    listed: int = 0
+    """Devices in the list."""
     total: str = ""
     """Hex digest of the sum of earlier lists, a blob; empty without any."""
     devices: int = 0
-    """Devices in that sum."""
+    """Devices in that sum of earlier lists."""
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -202,7 +207,7 @@ class NoisySumsJob(CollectionJob, frozen=True, kw_only=True, tag="noisy-sums"):
 
     def blobs(self, manifest: TaskManifest) -> list[bytes]:
         maps = [] if manifest.statistics is None else [manifest.statistics.map.digest]
-        sums = map(bytes.fromhex, filter(None, (self.masks, self.total)))
+        sums = map(bytes.fromhex, filter(None, (self.masked, self.masks, self.total)))
         return [*super().blobs(manifest), *maps, *sums]
 
 

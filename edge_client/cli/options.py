@@ -232,7 +232,7 @@ privacy_options = _all_of(
         "--second-operator",
         type=_public_key,
         metavar="HEX",
-        help="`seal_key` of the second operator, from its operator.toml: refuses tasks without it. Without this option,"
+        help="`sign_key` of the second operator, from its operator.toml: refuses tasks without it. Without this option,"
         " tasks with a second operator are refused. Needs --max-epsilon.",
     ),
     setting(

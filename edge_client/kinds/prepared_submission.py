@@ -30,7 +30,7 @@ from edge_client.store.stored_values import ClassReport, SubmissionForm, Submiss
 from edge_client.training.local_round import LocalModel
 from protocol.cli import counted, plain
 from protocol.errors import PrivacyRefused, ProtofleetError
-from protocol.statistics.secure_sums import masked, sealed_mask, submission_context
+from protocol.statistics.secure_sums import sealed_mask, sealed_values, submission_context
 from protocol.wire.arrays import to_array, to_tensor, to_unsigned
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import (
@@ -271,17 +271,17 @@ def encode_submission(
         fields = submission_fields(manifest, prepared.prototypes, prepared.block)
     else:
         fields = {"prototypes": to_tensor(prepared.prototypes), "tensors": dict(prepared.tensors)}
-    operator, counts = manifest.second_operator, prepared.counts
+    operator, labels, counts = manifest.second_operator, prepared.labels, prepared.counts
     if operator is not None:
         fields = _masked(prepared, operator, task=task, manifest=manifest, sequence=sequence)
-        counts = np.ones_like(counts)
+        labels, counts = labels[:0], counts[:0]
     images = sum(each.images for each in prepared.classes)
     omitted = tuple(manifest.classes.index(report.name) for report in prepared.classes if report.left_out)
     return encode(
         Submission(
             task=task,
             sequence=sequence,
-            labels=to_unsigned(prepared.labels),
+            labels=to_unsigned(labels),
             counts=to_unsigned(counts),
             images=min(int(counts.sum()) if is_private else images, MAX_IMAGES),
             omitted_classes=() if is_private else omitted,
@@ -301,16 +301,22 @@ def _masked(
     manifest: TaskManifest,
     sequence: int,
 ) -> dict[str, Any]:
-    """Return the masked fields of a submission and its mask; the same number of one release gives the same bytes."""
+    """Return the sealed values of a submission and its mask; the same number of one release has the same mask."""
     if (mask := prepared.mask) is None:
         raise PrivacyRefused(FAILED)
     names = ("counts", "prototypes", "second_moment")
     arrays = {"prototypes": prepared.prototypes} | {
         name: to_array(each) for name, each in prepared.tensors.items()
     }
-    context = submission_context(fleet=manifest.fleet, task=task, device=mask.device, sequence=sequence)
+    parts = [arrays[name] for name in names]
+    context = submission_context(
+        fleet=manifest.fleet,
+        task=task,
+        device=mask.device,
+        sequence=sequence,
+        values=sum(part.size for part in parts),
+    )
     seed = subkey(mask.key, context)
-    hidden = dict(zip(names, map(to_tensor, masked([arrays[name] for name in names], seed)), strict=True))
     sealed = sealed_mask(
         seed,
         seal_key=operator.seal_key,
@@ -318,7 +324,12 @@ def _masked(
         signing_key=mask.signing_key,
         context=context,
     )
-    return {"prototypes": hidden.pop("prototypes"), "tensors": hidden, "mask": sealed}
+    values = sealed_values(parts, seed, key=operator.aggregator_key, context=context)
+    return {
+        "prototypes": to_tensor(prepared.prototypes[:0]),
+        "mask": sealed,
+        "tensors": {"sealed": to_tensor(np.frombuffer(values, np.uint8))},
+    }
 
 
 def _class_prototypes(

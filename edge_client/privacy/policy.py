@@ -11,6 +11,7 @@ from protocol.errors import MalformedMessage, PrivacyRefused
 from protocol.statistics.noisy_sums import MAX_DISCRETENESS, discreteness, released_values
 from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_RELEASED, Evaluation, Privacy, Submission, TaskManifest
+from protocol.wire.signing import is_own_seal_key
 
 UPLOADS_MORE = "the task asks for perturbed prototypes, and uploads unperturbed parameters beside them"
 BOTH = "the task asks for perturbation and for differential privacy: the two cannot be combined"
@@ -24,6 +25,7 @@ PRIVATE_PROTOTYPES = (
 TOO_LARGE = "the task asks for more classes and values than differential privacy is made for on a device"
 NOT_MASKED = "the task has no second operator, or another one than this device's --second-operator"
 UNNAMED_OPERATOR = "the task has a second operator, and this device's owner has named none: --second-operator"
+UNSIGNED_SEAL_KEY = "the task's seal key is not signed by its second operator"
 UNSOUND_SUM = (
     "the task has a second operator without differential privacy, or counts on more noise than a sum has"
 )
@@ -50,7 +52,16 @@ FAILED = "differential privacy has failed on this device: nothing is uploaded; s
 TASK_PROBLEMS = (
     *(UPLOADS_MORE, BOTH, IN_ROUNDS, FILTERS, NOT_PRIVATE),
     *(STATISTICS_IN_ROUNDS, NOISY_STATISTICS, FILTERED_STATISTICS),
-    *(PRIVATE_PROTOTYPES, TOO_LARGE, TOO_QUIET, NOT_MASKED, UNNAMED_OPERATOR, UNSOUND_SUM, NOT_PINNED),
+    *(
+        PRIVATE_PROTOTYPES,
+        TOO_LARGE,
+        TOO_QUIET,
+        NOT_MASKED,
+        UNNAMED_OPERATOR,
+        UNSIGNED_SEAL_KEY,
+        UNSOUND_SUM,
+        NOT_PINNED,
+    ),
 )
 PUBLIC_PROBLEMS = frozenset({*TASK_PROBLEMS, VARIABLE_TIME, BUDGET, LOCAL_BUDGET, SUBMITTED, FAILED, LOST})
 """Problems whose texts reveal nothing about any image."""
@@ -81,8 +92,9 @@ def check_task(
         STATISTICS_IN_ROUNDS: statistics and program is not None,
         NOISY_STATISTICS: statistics and on_prototypes,
         FILTERED_STATISTICS: statistics and manifest.alpha != 1,
-        NOT_MASKED: second_operator not in (None, operator and operator.seal_key),
+        NOT_MASKED: second_operator not in (None, operator and operator.sign_key),
         UNNAMED_OPERATOR: operator is not None and second_operator is None,
+        UNSIGNED_SEAL_KEY: operator is not None and not is_own_seal_key(operator),
         UNSOUND_SUM: operator is not None and (wanted is None or operator.honest > operator.min_devices),
         **_problems_of_sums(manifest),
     }

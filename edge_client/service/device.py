@@ -474,7 +474,7 @@ def stored_state(settings: Settings, store: DeviceState) -> State:
     )
 
 
-def _is_sealed_for(store: DeviceState, item: UploadItem, second_operator: bytes | None) -> bool:
+def _is_masked_for(store: DeviceState, item: UploadItem, second_operator: bytes | None) -> bool:
     """Return whether a submission's task has the second operator that the owner has named, or no one was named."""
     if item.kind != "submission" or second_operator is None:
         return True
@@ -484,7 +484,7 @@ def _is_sealed_for(store: DeviceState, item: UploadItem, second_operator: bytes 
     except (StateError, MalformedMessage):
         return False
     operator = manifest.second_operator
-    return operator is not None and operator.seal_key == second_operator
+    return operator is not None and operator.sign_key == second_operator
 
 
 def _drop_forbidden(store: DeviceState, settings: Settings) -> None:
@@ -494,7 +494,7 @@ def _drop_forbidden(store: DeviceState, settings: Settings) -> None:
         item
         for item in store.outbox.items()
         if not may_upload(store.outbox.payload(item) or b"", item.kind, is_within=is_within)
-        or not _is_sealed_for(store, item, settings.second_operator)
+        or not _is_masked_for(store, item, settings.second_operator)
     ]
     text = "deleted items from the outbox that the owner's privacy limits do not allow to be uploaded"
     store.outbox.drop(forbidden, log_as=text)

@@ -63,8 +63,11 @@ MAX_SUMMED = 1_000_000
 MAX_RELEASED_KINDS = 1024
 """Kinds of releases that a record of them has."""
 
+MAX_SUMMED_VALUES = 2**36
+"""Values in all submissions of a sum together: a second operator makes their masks within minutes."""
+
 SEALED_BYTES = 80
-"""Bytes of a sealed seed: a public key of 32, the seed of 32, and a tag of 16."""
+"""Bytes of a sealed seed: the encapsulated key of 32, the seed of 32, and a tag of 16."""
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
 Text = Annotated[str, Meta(max_length=256)]
@@ -73,6 +76,8 @@ Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 """The raw bytes of a sha256."""
 PublicKey = Annotated[bytes, Meta(min_length=32, max_length=32, title="Ed25519")]
 """The raw bytes of an Ed25519 public key."""
+SealKey = Annotated[bytes, Meta(min_length=32, max_length=32, title="X25519")]
+"""The raw bytes of an X25519 public key."""
 Signature = Annotated[bytes, Meta(min_length=64, max_length=64)]
 """The raw bytes of an Ed25519 signature."""
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -181,10 +186,14 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 class SecondOperator(msgspec.Struct, frozen=True, kw_only=True):
     """A party that opens sums of masks for the aggregator, and no single one; the aggregator sees masked values."""
 
-    seal_key: Annotated[bytes, Meta(min_length=32, max_length=32, title="X25519")]
-    """Seeds of masks are sealed for this public key."""
+    seal_key: SealKey
+    """Seeds of masks are sealed to this public key of the second operator, which is for this task alone."""
+    seal_key_signature: Signature
+    """By `sign_key`, over `seal_key`."""
     sign_key: PublicKey
-    """Signs the sums of masks."""
+    """The second operator's long-lived key, which devices know; it signs the sums of masks."""
+    aggregator_key: SealKey
+    """Masked values are sealed to this public key of the aggregator."""
     min_devices: Annotated[int, Meta(ge=2, le=MAX_SUMMED)]
     """Submissions in a sum, at least."""
     honest: Annotated[int, Meta(ge=1, le=MAX_SUMMED)]
@@ -437,19 +446,19 @@ class Privacy(msgspec.Struct, frozen=True, kw_only=True):
 class SealedMask(msgspec.Struct, frozen=True, kw_only=True):
     """The mask of a submission, which only the second operator can open.
 
-    The mask is the ChaCha20 key stream of the seed, 32 bytes, with a nonce of zeros, as little-endian u4. `sealed` is
-    the public key of an X25519 key pair that is used once, and the seed by ChaCha20-Poly1305 with a nonce of zeros. The
-    key is HKDF-SHA256 of the shared secret, both public keys and the context, which is authenticated, too.
+    The mask is the ChaCha20 key stream of the seed, 32 bytes, with a nonce of zeros, as little-endian u4. The context
+    is `protofleet 1 mask FLEET TASK DEVICE SEQUENCE VALUES`, with the task in hex and the number of values.
     """
 
     sealed: Annotated[bytes, Meta(min_length=SEALED_BYTES, max_length=SEALED_BYTES)]
-    """Public key and sealed seed."""
+    """The seed, by HPKE (RFC 9180, base mode) with DHKEM(X25519, HKDF-SHA256), HKDF-SHA256 and ChaCha20-Poly1305:
+    encapsulated key and ciphertext. The context is its `info`."""
     min_devices: Annotated[int, Meta(ge=2, le=MAX_SUMMED)]
     """Submissions in a sum, at least, before the device allows it."""
     key: PublicKey
     """The device's public key."""
     signature: Signature
-    """By `key`, over the context (fleet, task, device and `sequence`), `min_devices` and `sealed`."""
+    """By `key`, over the context, `min_devices` and `sealed`."""
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
@@ -476,9 +485,9 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
 class Submission(Message, frozen=True, kw_only=True, tag="submission"):
     """A device's prototypes: m vectors of L values, or statistics in their place. Sent in frames on `up`.
 
-    m is at least 1, or 0 beside a `block`. L is the feature size of the backbones together, with a program the size of
-    its projection. Uploaded tensors of a program are finite `f2` in the shapes of the round's tensors. A count is at
-    most `MAX_IMAGES`, and at least the smaller of `min_images` and `batch_size` (with a program, at least
+    m is at least 1, or 0 beside a `block` or a `mask`. L is the feature size of the backbones together, with a program
+    the size of its projection. Uploaded tensors of a program are finite `f2` in the shapes of the round's tensors. A
+    count is at most `MAX_IMAGES`, and at least the smaller of `min_images` and `batch_size` (with a program, at least
     `min_images`). Without a program, it is at least `batch_size` in a class of several prototypes.
 
     With differential privacy, class sums and counts have noise, also of classes without images. `prototypes` and the
@@ -505,7 +514,8 @@ class Submission(Message, frozen=True, kw_only=True, tag="submission"):
     round: Natural = 0
     """The round; 0 without rounds."""
     tensors: TensorMap = {}
-    """With a program exactly its `uploaded`; with class sums `second_moment`; else `range`, finite `f2` (2, L).
+    """With a program exactly its `uploaded`; with class sums `second_moment`, or with a mask `sealed`; else `range`,
+    finite `f2` (2, L).
 
     Where the task's `prototypes` is `auto`, `range` may be `u1` (2, L), in 256 steps between the two values of
     `limits`, finite `f2` (2), which is there then.
@@ -515,8 +525,9 @@ class Submission(Message, frozen=True, kw_only=True, tag="submission"):
     privacy: Privacy | None = None
     """With differential privacy: the privacy loss; `images` and `counts` are then noisy as well."""
     mask: SealedMask | UnsetType = UNSET
-    """With a second operator. The tensor `counts`, `prototypes` and `second_moment`, in this order, are `u4` then: the
-    values of `i4` plus the mask, modulo 2^32. The fields `counts` and `images` are 1 and C."""
+    """With a second operator; m and `images` are 0 then. The one tensor is `sealed`, `u1` (N): what would be the tensor
+    `counts`, `prototypes` and `second_moment`, in this order, each value as `u4` plus the mask, modulo 2^32. It is
+    sealed to `aggregator_key` as the seed is to the second operator, with `values ` before the context."""
     block: Block | UnsetType = UNSET
     """Images that are in no other prototype; only if the task's `prototypes` is `auto`."""
 
@@ -537,8 +548,10 @@ class SumRequest(Message, frozen=True, kw_only=True, tag="sum_request"):
 
     task: Digest
     """The task."""
+    seal_key: SealKey
+    """The task's `seal_key`."""
     values: Annotated[int, Meta(ge=1, le=MAX_RELEASED)]
-    """Values of each submission."""
+    """Values of each submission, as its device has signed; of all together at most `MAX_SUMMED_VALUES`."""
     submissions: Annotated[tuple[MaskedSubmission, ...], Meta(min_length=1, max_length=MAX_SUMMED)]
     """Each device once, in the order of their names."""
 

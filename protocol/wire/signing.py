@@ -19,6 +19,7 @@ from protocol.wire.messages import (
     Presence,
     PrivacyRecord,
     SealedMask,
+    SecondOperator,
     Signed,
     SumReply,
 )
@@ -126,6 +127,16 @@ def is_own_mask(mask: SealedMask, *, context: bytes) -> bool:
     return _verify(mask.key, mask.signature, _mask(mask, context))
 
 
+def sign_seal_key(seal_key: bytes, *, key: bytes) -> bytes:
+    """Return the signature of a task's seal key (32 bytes, public) by the second operator's private key (32 bytes)."""
+    return _private(key).sign(_seal_key(seal_key))
+
+
+def is_own_seal_key(operator: SecondOperator) -> bool:
+    """Return whether a task's seal key is signed with the second operator's key."""
+    return _verify(operator.sign_key, operator.seal_key_signature, _seal_key(operator.seal_key))
+
+
 def sign_sum(reply: SumReply, *, key: bytes, fleet: str) -> SumReply:
     """Return a sum of masks, or a refusal, with the signature of the second operator's private key (32 bytes)."""
     return msgspec.structs.replace(reply, signature=_private(key).sign(_sum(reply, fleet)))
@@ -160,6 +171,10 @@ def is_own_record(record: PrivacyRecord, *, public: bytes, topic: str) -> bool:
 
 def _mask(mask: SealedMask, context: bytes) -> bytes:
     return b"protofleet 1 sealed mask %d\n" % mask.min_devices + context + b"\n" + mask.sealed
+
+
+def _seal_key(seal_key: bytes) -> bytes:
+    return f"protofleet 1 seal key {seal_key.hex()}".encode()
 
 
 def _sum(reply: SumReply, fleet: str) -> bytes:

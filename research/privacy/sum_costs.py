@@ -19,15 +19,15 @@ from protocol.statistics.integer_rows import triangle_size
 from protocol.statistics.noisy_sums import released_values
 from protocol.statistics.row_sums import RowSums
 from protocol.statistics.second_moment import encode as pack
-from protocol.statistics.secure_sums import masked, sealed_mask, submission_context
+from protocol.statistics.secure_sums import open_values, sealed_mask, sealed_values, submission_context
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.arrays import to_tensor
 from protocol.wire.codec import digest_of, encode
-from protocol.wire.messages import MaskedSubmission, Privacy, Submission, SumRequest
+from protocol.wire.messages import MaskedSubmission, Privacy, SealedMask, Submission, SumRequest
 from research.privacy.noisy_sums import BACKBONE, SIZE, map_of_photographs
 from sums_operator.checks import Policy
 from sums_operator.service import Operator
-from sums_operator.state import OperatorState, make_operator, read_keys
+from sums_operator.state import OperatorState, make_operator, make_task, read_keys
 
 COLUMNS = {
     "devices": ">8,", "upload kB": ">10.1f", "of unmasked": ">12.4f", "request kB": ">11.1f", "reply kB": ">9.1f",
@@ -52,8 +52,8 @@ def command(
 ) -> None:
     """Measure what a list costs: the device's mask, the aggregator's sum of masked values, the second operator's sum.
 
-    The devices are simulated: masked values are made one after the other, and added as the aggregator adds them. It
-    reads each submission twice, from the page cache: before the request, and in the training.
+    The devices are simulated: masked values are made and sealed one after the other, and opened and added as the
+    aggregator does before the request. It reads each submission from the page cache.
     """
     table, runs = Table(COLUMNS, title=f"{classes} classes, {size} values, one process each"), []
     values = released_values(classes=classes, size=size)
@@ -99,27 +99,29 @@ def _packed(name: str, size: int, *, upload_kb: float) -> Table:
 def _measured(folder: Path, parts: list[np.ndarray], number: int, values: int) -> dict[str, float]:
     make_operator(folder / "sums")
     blobs, stored = BlobStore(folder / "blobs"), b""
-    keys = read_keys(folder / "sums")
-    seal_key = X25519PrivateKey.from_private_bytes(keys.seal_key).public_key().public_bytes_raw()
+    keys, seal_key = read_keys(folder / "sums"), bytes.fromhex(make_task(folder / "sums", folder / "card"))
+    own = X25519PrivateKey.generate()
+    key, private = own.public_key().public_bytes_raw(), own.private_bytes_raw()
     total, submissions, seconds, added_s, upload = np.zeros(values, np.uint32), [], 0.0, 0.0, b""
     for index in range(number):
         device, seed = f"device-{index:06}", os.urandom(32)
-        context = submission_context(fleet="f", task=bytes(32), device=device, sequence=1)
+        context = submission_context(fleet="f", task=bytes(32), device=device, sequence=1, values=values)
         start = time.perf_counter()
-        hidden = masked(parts, seed)
+        hidden = sealed_values(parts, seed, key=key, context=context)
         mask = sealed_mask(
             seed, seal_key=seal_key, min_devices=2, signing_key=digest_of(device.encode()), context=context
         )
         seconds += time.perf_counter() - start
         submissions.append(MaskedSubmission(device=device, sequence=1, mask=mask))
         if not upload:
-            stored = blobs.put(upload := _upload(hidden, mask=mask))
+            stored = blobs.put(upload := _upload(hidden, mask))
         start = time.perf_counter()
-        blobs.read(stored)
         read_message(blobs.read(stored))
-        total += np.concatenate([part.ravel() for part in hidden])
+        total += open_values(hidden, private_key=private, context=context)
         added_s += time.perf_counter() - start
-    request = encode(SumRequest(task=bytes(32), values=values, submissions=tuple(submissions)))
+    request = encode(
+        SumRequest(task=bytes(32), seal_key=seal_key, values=values, submissions=tuple(submissions))
+    )
     state = OperatorState(folder / "sums")
     start = time.perf_counter()
     reply = Operator(keys, state, Policy("f")).answer(request)
@@ -127,7 +129,7 @@ def _measured(folder: Path, parts: list[np.ndarray], number: int, values: int) -
     state.close()
     return {
         "upload kB": len(upload) / 1e3,
-        "of unmasked": len(upload) / len(_upload(parts)),
+        "of unmasked": len(upload) / len(_unmasked(parts)),
         "request kB": len(request) / 1e3,
         "reply kB": len(encode(reply)) / 1e3,
         "device s": seconds / number,
@@ -137,7 +139,25 @@ def _measured(folder: Path, parts: list[np.ndarray], number: int, values: int) -
     }
 
 
-def _upload(parts: list[np.ndarray], **mask: object) -> bytes:
+def _upload(sealed: bytes, mask: SealedMask) -> bytes:
+    """Return an encoded submission of masked values."""
+    none = to_tensor(np.zeros(0, np.uint8))
+    return encode(
+        Submission(
+            task=bytes(32),
+            sequence=1,
+            prototypes=to_tensor(np.zeros((0, SIZE), np.int32)),
+            labels=none,
+            counts=none,
+            images=0,
+            tensors={"sealed": to_tensor(np.frombuffer(sealed, np.uint8))},
+            privacy=COST,
+            mask=mask,
+        )
+    )
+
+
+def _unmasked(parts: list[np.ndarray]) -> bytes:
     """Return an encoded submission of counts, class sums and second moment."""
     counts, sums, triangle = map(to_tensor, parts)
     classes = len(parts[0])
@@ -151,6 +171,5 @@ def _upload(parts: list[np.ndarray], **mask: object) -> bytes:
             images=classes,
             tensors={"counts": counts, "second_moment": triangle},
             privacy=COST,
-            **mask,  # type: ignore[arg-type]
         )
     )

@@ -378,7 +378,8 @@ def test_commands_of_the_device_and_second_operators_images_are_accepted() -> No
     text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
     (device,) = re.findall(r"docker run .*? protofleet-device (run [^\n]*)", text)
     assert parse(f"edge-client {device}").params["watch"] == Path("/camera")
-    init, run = re.findall(r"docker run .*? protofleet-sums ((?:init|run) [^&\n]*)", text)
+    init, task, run = re.findall(r"docker run .*? protofleet-sums ((?:init|new-task|run) [^&\n]*)", text)
+    assert parse(f"protofleet-sums {task}").params["folder"] == Path("/state")
     assert parse(f"protofleet-sums {init}").params["folder"] == Path("/state")
     assert parse(f"protofleet-sums {run}", PROTOFLEET_STATE="/state").params["state"] == Path("/state")
 

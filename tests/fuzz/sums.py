@@ -12,6 +12,7 @@ from aggregator.storage.store import Store
 from aggregator.sums.second_operator import SecondOperatorLists
 from aggregator.sums.stored_lists import PendingList, SumLists, put_sums, sums_of
 from protocol.statistics.noisy_sums import released_values
+from protocol.storage.keyfile import pem_of, write_private
 from protocol.storage.state_folder import make_state_folder
 from protocol.wire.arrays import to_array, to_tensor
 from protocol.wire.codec import decode, digest_of, encode
@@ -27,8 +28,9 @@ from tests.fuzz.target import MIB, Target
 from tests.support.messages.sums import FLEET, NAMES, signing_key, sum_of, sum_request
 from tests.support.messages.tasks import served_task
 
-KEYS = Keys(bytes([1]) * 32, bytes([2]) * 32)
-SEAL_KEY = X25519PrivateKey.from_private_bytes(KEYS.seal_key).public_key().public_bytes_raw()
+SIGN = bytes([2]) * 32
+SEAL = X25519PrivateKey.from_private_bytes(bytes([1]) * 32)
+SEAL_KEY = SEAL.public_key().public_bytes_raw()
 DEVICES = {name: public_key(signing_key(name)) for name in NAMES}
 SHOWN = 10_000
 """Values of a sum that Python's integers check."""
@@ -39,7 +41,9 @@ def _operator() -> tuple[OperatorState, Operator]:
     folder = Path(state_folder().name) / "sums"
     make_state_folder(folder)
     state = OperatorState(folder, is_new=True)
-    return state, Operator(KEYS, state, Policy(FLEET, 3, DEVICES))
+    keys = Keys(SIGN, folder / "seal-keys")
+    write_private(keys.folder / f"{SEAL_KEY.hex()}.key", pem_of(SEAL))
+    return state, Operator(keys, state, Policy(FLEET, 3, DEVICES))
 
 
 def request(data: bytes) -> None:
@@ -49,7 +53,7 @@ def request(data: bytes) -> None:
         database.execute("DELETE FROM members")
         database.execute("DELETE FROM lists")
     reply = operator.answer(data)
-    assert is_own_sum(reply, public=public_key(KEYS.sign_key), fleet=FLEET)
+    assert is_own_sum(reply, public=public_key(SIGN), fleet=FLEET)
     if not isinstance(reply.masks, Tensor):
         assert reply.problem
         return
@@ -61,7 +65,7 @@ def request(data: bytes) -> None:
 
 REQUEST = digest_of(b"request")
 TASK = served_task(fleet=FLEET)
-LISTS = SumLists(TASK.digest, pending=PendingList(dict.fromkeys(NAMES, "00" * 32), REQUEST.hex(), 0.0))
+LISTS = SumLists(TASK.digest, pending=PendingList(dict.fromkeys(NAMES, "00" * 32), REQUEST.hex(), 0.0, "00"))
 VALUES = sum(
     released_values(classes=len(TASK.manifest.classes), size=TASK.expectation.prototype_size).values()
 )
@@ -70,7 +74,8 @@ VALUES = sum(
 @functools.cache
 def _lists() -> tuple[Store, SecondOperatorLists]:
     store = open_store(Path(state_folder().name) / "lists")
-    by = SecondOperator(seal_key=SEAL_KEY, sign_key=public_key(KEYS.sign_key), min_devices=3, honest=1)
+    keys = {"seal_key": SEAL_KEY, "sign_key": public_key(SIGN), "aggregator_key": SEAL_KEY}
+    by = SecondOperator(**keys, seal_key_signature=bytes(64), min_devices=3, honest=1)
     return store, SecondOperatorLists(TASK.expectation, store, by, fleet=FLEET)
 
 
@@ -85,7 +90,7 @@ def reply(data: bytes) -> None:
     assert bool(refusal) == bool(pending.problem)
     if pending.masks or pending.problem:
         taken = decode(data, SumReply, max_bytes=len(data))
-        assert is_own_sum(taken, public=public_key(KEYS.sign_key), fleet=FLEET)
+        assert is_own_sum(taken, public=public_key(SIGN), fleet=FLEET)
         assert not pending.masks or to_array(taken.masks).shape == (VALUES,)  # type: ignore[arg-type]
 
 
@@ -95,6 +100,7 @@ def _requests() -> Iterable[bytes]:
         (NAMES, {"min_devices": 6}),
         (NAMES[:2], {}),
         (NAMES, {"fleet": "x"}),
+        (NAMES, {"values": 41}),
     ):
         yield encode(sum_request(devices, seal_key=SEAL_KEY, **options))
 
@@ -103,8 +109,8 @@ def _replies() -> Iterable[bytes]:
     for values in (VALUES, VALUES - 1):
         whole = SumReply(request=REQUEST, masks=to_tensor(np.arange(values, dtype=np.uint32)))
         yield encode(whole)
-        yield encode(sign_sum(whole, key=KEYS.sign_key, fleet=FLEET))
-    yield encode(sign_sum(SumReply(request=REQUEST, problem="none"), key=KEYS.sign_key, fleet=FLEET))
+        yield encode(sign_sum(whole, key=SIGN, fleet=FLEET))
+    yield encode(sign_sum(SumReply(request=REQUEST, problem="none"), key=SIGN, fleet=FLEET))
 
 
 SUM_REQUESTS = Target(

@@ -30,8 +30,8 @@ function Keys({ status: { aggregator_key, enrollment, sums } }) {
         <tr>
           <th scope="row">Second operator</th>
           <td class="text">
-            opens sums of masks with ${short(sums.seal_key)}: owners of devices compare it with <code>--second-operator</code><br />
-            signs these sums with ${short(sums.sign_key)}
+            signs sums of masks with ${short(sums.sign_key)}: owners of devices compare it with <code>--second-operator</code><br />
+            opens masks of this task with ${short(sums.seal_key)}
           </td>
         </tr>
       </tbody>

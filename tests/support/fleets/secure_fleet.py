@@ -8,26 +8,37 @@ from pathlib import Path
 
 import numpy as np
 
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import SealKey
 from aggregator.sums.stored_lists import sums_of
 from edge_client.store.device_state import DeviceState
-from protocol.statistics.secure_sums import mask_of, open_seed, submission_context
+from protocol.statistics.noisy_sums import released_values
+from protocol.statistics.secure_sums import mask_of, open_seed, open_values, submission_context
 from protocol.wire.arrays import to_array
 from protocol.wire.codec import decode
 from protocol.wire.messages import SealedMask, Submission, TaskManifest, Tensors
 from protofleet.public_map import public_map
-from sums_operator.state import read_keys
+from sums_operator.state import make_task, read_keys
 from tests.support.fleets.fleet import Fleet, write_digits, write_task
 
 EACH, SIZE = 10, 12
+VALUES = sum(released_values(classes=10, size=SIZE).values())
 BUDGET = '[privacy.dp]\nepsilon = 8\nmap = "public.map"\nmax_epsilon = 20\n'
-SUMS = (
-    '[privacy.sums]\noperator = "{operator}/operator.toml"\nmin_devices = {min_devices}\ntolerance = 0.25\n'
-)
+SUMS = '[privacy.sums]\noperator = "{operator}/task.toml"\nmin_devices = {min_devices}\ntolerance = 0.25\n'
 
 
 def make_operator(folder: Path) -> None:
     subprocess.run([sys.executable, "-m", "sums_operator", "init", folder], check=True)
+    make_task(folder, folder / "task.toml")
+
+
+def seal_key_of(folder: Path) -> bytes:
+    """Return the private seal key of a second operator's newest task."""
+    keys = read_keys(folder)
+    key = keys.seal_key(bytes.fromhex(keys.seal_keys()[-1]))
+    assert key is not None
+    return key
 
 
 def write_private_task(folder: Path, *, min_devices: int, operator: str = "sums", **settings: object) -> Path:
@@ -49,7 +60,7 @@ def start_operator(fleet: Fleet, *options: str | Path, min_devices: int) -> None
 def consent(folder: Path) -> tuple[str, ...]:
     """Return the options with which an owner accepts the second operator of a state folder."""
     card = tomllib.loads((folder / "operator.toml").read_text())
-    return "--max-epsilon", "20", "--second-operator", card["seal_key"]
+    return "--max-epsilon", "20", "--second-operator", card["sign_key"]
 
 
 def start_devices(fleet: Fleet, numbers: range) -> None:
@@ -61,7 +72,7 @@ def start_devices(fleet: Fleet, numbers: range) -> None:
 
 
 def own_sums(fleet: Fleet, name: str, task: bytes) -> np.ndarray:
-    """Return the noisy sums that a device has masked, int32: from its outbox, by the second operator's key."""
+    """Return the noisy sums that a device has masked, int32: from its outbox, by the keys of both operators."""
     with closing(DeviceState(fleet.device_state(name), read_only=True)) as store:
         item = store.outbox.newest_submission()
         assert item is not None
@@ -70,10 +81,15 @@ def own_sums(fleet: Fleet, name: str, task: bytes) -> np.ndarray:
         assert payload is not None
     found = decode(payload, Submission, max_bytes=len(payload))
     assert isinstance(found.mask, SealedMask)
-    where = submission_context(fleet="default", task=task, device=name, sequence=found.sequence)
-    seed = open_seed(found.mask, private_key=read_keys(fleet.root / "sums").seal_key, context=where)
-    parts = (found.tensors["counts"], found.prototypes, found.tensors["second_moment"])
-    masked = np.concatenate([to_array(part).ravel() for part in parts])
+    where = submission_context(
+        fleet="default", task=task, device=name, sequence=found.sequence, values=VALUES
+    )
+    seed = open_seed(found.mask, private_key=seal_key_of(fleet.root / "sums"), context=where)
+    with closing(open_store(fleet.aggregator_state, read_only=True)) as opened:
+        known = opened.facts.get(SealKey)
+    assert known is not None
+    sealed, private_key = found.tensors["sealed"].data, bytes.fromhex(known.private)
+    masked = open_values(sealed, private_key=private_key, context=where)
     return (masked - mask_of(seed, len(masked))).view(np.int32)
 
 

@@ -88,7 +88,14 @@ SAMPLES: tuple[Message | Frame, ...] = (
         statistics=Statistics(
             map=BlobRef(digest=_DIGEST, size_bytes=6, name="map.onnx"),
             size=4,
-            second_operator=SecondOperator(seal_key=_DIGEST, sign_key=_DIGEST, min_devices=10, honest=6),
+            second_operator=SecondOperator(
+                seal_key=_DIGEST,
+                seal_key_signature=bytes(range(64)),
+                sign_key=_DIGEST,
+                aggregator_key=_DIGEST,
+                min_devices=10,
+                honest=6,
+            ),
         ),
         perturbation=Perturbation(on="prototypes", noise="laplace", scale=0.05, shrink=0.1),
         differential_privacy=DifferentialPrivacy(noise_multiplier=2.5, delta=1e-5, max_epsilon=8.0),
@@ -170,8 +177,22 @@ SAMPLES: tuple[Message | Frame, ...] = (
             ),
         ),
     ),
+    Submission(
+        task=_DIGEST,
+        sequence=3,
+        prototypes=to_tensor(np.zeros((0, 3), np.int32)),
+        labels=to_tensor(np.zeros(0, np.uint8)),
+        counts=to_tensor(np.zeros(0, np.uint8)),
+        images=0,
+        privacy=Privacy(epsilon=1.5, total_epsilon=2.25, delta=1e-5, releases=2),
+        mask=_MASK,
+        tensors={"sealed": to_tensor(np.arange(60, dtype=np.uint8))},
+    ),
     SumRequest(
-        task=_DIGEST, values=9, submissions=(MaskedSubmission(device="shed-1", sequence=1, mask=_MASK),)
+        task=_DIGEST,
+        seal_key=_DIGEST,
+        values=9,
+        submissions=(MaskedSubmission(device="shed-1", sequence=1, mask=_MASK),),
     ),
     SumReply(
         request=_DIGEST,

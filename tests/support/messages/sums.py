@@ -23,18 +23,22 @@ def seed_of(device: str) -> bytes:
 
 
 def masked_submission(
-    device: str, *, seal_key: bytes, min_devices: int = 2, sequence: int = 1, **where: Any
+    device: str, *, seal_key: bytes, min_devices: int = 2, sequence: int = 1, values: int = 40, **where: Any
 ) -> MaskedSubmission:
     """Return a device's submission, sealed for a public key; `where` are other fields of the context."""
-    given = {"fleet": FLEET, "task": TASK, "device": device, "sequence": sequence, **where}
+    given = {"fleet": FLEET, "task": TASK, "device": device, "sequence": sequence, "values": values, **where}
     keys = {"seal_key": seal_key, "signing_key": signing_key(device), "context": submission_context(**given)}
     mask = sealed_mask(seed_of(device), min_devices=min_devices, **keys)
     return MaskedSubmission(device=device, sequence=sequence, mask=mask)
 
 
 def sum_request(devices: Sequence[str], *, seal_key: bytes, values: int = 40, **options: Any) -> SumRequest:
-    submissions = tuple(masked_submission(each, seal_key=seal_key, **options) for each in devices)
-    return SumRequest(task=TASK, values=values, submissions=submissions)
+    submissions = tuple(
+        masked_submission(each, seal_key=seal_key, values=values, **options) for each in devices
+    )
+    return SumRequest(
+        task=options.get("task", TASK), seal_key=seal_key, values=values, submissions=submissions
+    )
 
 
 def sum_of(devices: Sequence[str], values: int = 40) -> NDArray[np.uint32]:

@@ -9,17 +9,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from aggregator.intake.validation import read_message
 from aggregator.security.enrollment import enroll_sums
+from aggregator.security.seal_key import own_seal_key
 from aggregator.storage.open_store import open_store
 from edge_client.privacy.policy import NOT_MASKED, UNNAMED_OPERATOR
+from protocol.errors import BadSignature
 from protocol.mqtt.tls import BrokerAccess
 from protocol.statistics.noisy_sums import deviations
-from protocol.statistics.secure_sums import mask_of, open_seed, sealed_mask, submission_context
-from protocol.storage.keyfile import read_key
+from protocol.statistics.secure_sums import (
+    mask_of,
+    open_seed,
+    open_values,
+    sealed_mask,
+    submission_context,
+)
+from protocol.storage.keyfile import pem_of, read_key
 from protocol.wire.arrays import to_array, to_tensor
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import (
@@ -35,15 +44,17 @@ from protocol.wire.signing import is_own_sum, public_key, sign_sum
 from protocol.wire.topics import fleet_topic
 from protocol.wire.transfer import frames_of
 from sums_operator.checks import sum_of_masks
-from sums_operator.state import Keys, read_keys
+from sums_operator.state import end_task, make_task, read_keys
 from tests.support.fleets.closed_fleet import FLEET, ClosedFleet
 from tests.support.fleets.fleet import Fleet, wait_until, write_digits
 from tests.support.fleets.secure_fleet import (
     SIZE,
+    VALUES,
     consent,
     make_operator,
     manifest_of,
     own_sums,
+    seal_key_of,
     start_devices,
     start_operator,
     write_private_task,
@@ -64,7 +75,9 @@ class Recorded:
     Attributes:
         submissions: by device, as the broker has seen them.
         own: the noisy sums that each device has masked, uint32.
-        keys: the second operator's.
+        seal_key: the second operator's private one of the task.
+        sign_key: its private key.
+        aggregator_key: the aggregator's private one, to which masked values are sealed.
     """
 
     root: Path
@@ -72,7 +85,9 @@ class Recorded:
     request: SumRequest
     submissions: dict[str, Submission]
     own: dict[str, NDArray[np.uint32]]
-    keys: Keys
+    seal_key: bytes
+    sign_key: bytes
+    aggregator_key: bytes
 
     def listed(self, *numbers: int, **changes: object) -> SumRequest:
         """Return a request for the sum of some of the devices."""
@@ -80,17 +95,19 @@ class Recorded:
         return replace(self.request, submissions=chosen, **changes)
 
     def values(self, name: str) -> NDArray[np.uint32]:
-        """Return a device's masked values, in the order of the mask."""
-        found = self.submissions[name]
-        parts = (found.tensors["counts"], found.prototypes, found.tensors["second_moment"])
-        return np.concatenate([to_array(part).ravel() for part in parts], dtype=np.uint32)
+        """Return a device's masked values, in the order of the mask, by the aggregator's key."""
+        sealed = self.submissions[name].tensors["sealed"].data
+        return open_values(sealed, private_key=self.aggregator_key, context=self.context(name))
+
+    def context(self, name: str) -> bytes:
+        one = self.request.submissions[NAMES.index(name)]
+        where = {"task": self.request.task, "device": name, "sequence": one.sequence, "values": VALUES}
+        return submission_context(fleet="default", **where)  # type: ignore[arg-type]
 
     def seed(self, name: str) -> bytes:
         """Return the seed of a device's mask, by the second operator's key."""
-        one = self.request.submissions[NAMES.index(name)]
-        where = {"task": self.request.task, "device": name, "sequence": one.sequence}
-        context = submission_context(fleet="default", **where)  # type: ignore[arg-type]
-        return open_seed(one.mask, private_key=self.keys.seal_key, context=context)
+        mask = self.request.submissions[NAMES.index(name)].mask
+        return open_seed(mask, private_key=self.seal_key, context=self.context(name))
 
     def opened(self, reply: SumReply, names: Sequence[str]) -> NDArray[np.uint32]:
         """Return the sum of the devices' noisy sums, as an aggregator computes it."""
@@ -132,14 +149,16 @@ def record(fleet: Fleet, task: Path) -> Recorded:
             fleet.kill(name)
         monitor.settle()
     with closing(open_store(fleet.aggregator_state)) as store:
-        digest = manifest_of(store)[0]
+        digest, aggregator_key = manifest_of(store)[0], own_seal_key(store)
     return Recorded(
         fleet.root,
         [message.payload for message in monitor.received],
         decode(content(monitor.payloads(REQUESTS)[0]), SumRequest, max_bytes=MAX_FRAME_BYTES),
         submissions_of(monitor),
         {name: own_sums(fleet, name, digest).view(np.uint32) for name in NAMES},
-        read_keys(fleet.root / "sums"),
+        seal_key_of(fleet.root / "sums"),
+        read_keys(fleet.root / "sums").sign_key,
+        aggregator_key,
     )
 
 
@@ -152,7 +171,8 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, Recorded]:
         first = record(fleet, write_private_task(root, min_devices=MIN_DEVICES, quorum=DEVICES))
         shutil.copytree(fleet.aggregator_state, root / "first", ignore=shutil.ignore_patterns("*.sock"))
         (root / "second").mkdir()
-        shutil.copytree(root / "sums", root / "second" / "sums")
+        (root / "second" / "sums").mkdir()
+        make_task(root / "sums", root / "second" / "sums" / "task.toml")
         task = write_private_task(root / "second", min_devices=MIN_DEVICES, quorum=DEVICES)
         task.write_text(task.read_text().replace("max_epsilon = 20", "max_epsilon = 18"))
         second = record(fleet, task)
@@ -205,9 +225,15 @@ def test_aggregator_lists_few_and_twice(
     fleet: Fleet, aggregator: MaliciousAggregator, recorded: Recorded
 ) -> None:
     """Too few devices, one twice, an invented one, another minimum or task, and another list with an opened device."""
-    seal_key = bytes.fromhex(recorded.keys.public()["seal_key"])
+    seal_key = recorded.request.seal_key
     invented = [
-        masked_submission(f"invented-{each}", seal_key=seal_key, fleet="default", task=recorded.request.task)
+        masked_submission(
+            f"invented-{each}",
+            seal_key=seal_key,
+            fleet="default",
+            task=recorded.request.task,
+            values=VALUES,
+        )
         for each in range(2)
     ]
     twice, lowered = recorded.listed(0, 1, 1), recorded.listed(0, 1)
@@ -267,8 +293,10 @@ def test_aggregator_with_a_device_of_the_list(
         opened - recorded.own[NAMES[0]], total(recorded.own[name] for name in NAMES[1:3])
     )
     key = read_key(recorded.root / "devices" / NAMES[0] / "signing.key")
-    where = submission_context(fleet="default", task=recorded.request.task, device=NAMES[0], sequence=2**40)
-    seal_key = bytes.fromhex(recorded.keys.public()["seal_key"])
+    where = submission_context(
+        fleet="default", task=recorded.request.task, device=NAMES[0], sequence=2**40, values=VALUES
+    )
+    seal_key = recorded.request.seal_key
     mask = sealed_mask(bytes(32), seal_key=seal_key, min_devices=2, signing_key=key, context=where)
     again = MaskedSubmission(device=NAMES[0], sequence=2**40, mask=mask)
     others = recorded.request.submissions
@@ -281,17 +309,54 @@ def test_aggregator_with_a_device_of_the_list(
 
 
 def test_client_that_reads_the_broker(recorded: Recorded) -> None:
-    """It sees the aggregator's view: noisy sums plus key streams of seeds that the second operator's key opens."""
+    """It sees sealed values and sealed seeds: neither noisy sums nor masked ones, nor a key."""
     everything = b"".join(recorded.published)
     for name in NAMES:
         seed, own = recorded.seed(name), recorded.own[name]
-        np.testing.assert_array_equal(recorded.values(name) - own, mask_of(seed, len(own)))
-        secrets = (seed, own.tobytes(), mask_of(seed, len(own)).tobytes())
-        assert not any(secret in everything for secret in secrets)
+        np.testing.assert_array_equal(recorded.values(name) - own, mask_of(seed, VALUES))
+        secrets = (seed, own.tobytes(), recorded.values(name).tobytes(), mask_of(seed, VALUES).tobytes())
+        assert not any(secret[:32] in everything for secret in secrets)
         found = recorded.submissions[name]
-        assert (to_array(found.counts).tolist(), found.images, found.omitted_classes) == ([1] * 10, 10, ())
-    assert not any(key in everything for key in (recorded.keys.seal_key, recorded.keys.sign_key))
+        assert not any(part.data for part in (found.prototypes, found.labels, found.counts))
+        assert (found.images, found.omitted_classes, [*found.tensors]) == (0, (), ["sealed"])
+    assert not any(
+        key in everything for key in (recorded.seal_key, recorded.sign_key, recorded.aggregator_key)
+    )
     assert len({recorded.seed(name) for name in NAMES}) == DEVICES
+
+
+def test_client_that_reads_the_broker_with_the_second_operators_keys(recorded: Recorded) -> None:
+    """It opens every mask, and no values: with all masks, what devices have sealed is still noise to it."""
+    for name in NAMES:
+        sealed, mask = recorded.submissions[name].tensors["sealed"].data, mask_of(recorded.seed(name), VALUES)
+        for key in (recorded.seal_key, recorded.sign_key):
+            with pytest.raises(BadSignature):
+                open_values(sealed, private_key=key, context=recorded.context(name))
+        ciphertext = np.frombuffer(sealed[32:-16], "<u4")
+        assert np.mean(ciphertext - mask == recorded.own[name]) < 0.01
+    opened = recorded.values(NAMES[0]) - mask_of(recorded.seed(NAMES[0]), VALUES)
+    np.testing.assert_array_equal(opened, recorded.own[NAMES[0]], "with both keys, it would see them")
+
+
+def _contents(folder: Path) -> bytes:
+    return b"".join(file.read_bytes() for file in folder.rglob("*") if file.is_file())
+
+
+def test_keys_that_are_found_when_a_task_is_over_open_nothing(fleet: Fleet, recorded: Recorded) -> None:
+    """The second operator's folder, its key overwritten, and the aggregator's after the sum was added."""
+    start_operator(fleet, min_devices=MIN_DEVICES)
+    fleet.start_aggregator(recorded.root / "task.toml")
+    fleet.wait_for("the head", lambda s: s["heads"])
+    fleet.stop("aggregator")
+    fleet.kill("operator")
+    secret = pem_of(X25519PrivateKey.from_private_bytes(recorded.seal_key))
+    assert secret in _contents(fleet.root / "sums")
+    end_task(fleet.root / "sums", recorded.request.seal_key.hex())
+    assert secret not in _contents(fleet.root / "sums")
+    with closing(open_store(fleet.aggregator_state)) as store:
+        digests = {record.entry.digest for record in store.submissions.all(recorded.request.task).values()}
+        assert len(digests) == DEVICES
+        assert not any(digest in store.blobs for digest in digests)
 
 
 def test_second_operator_sees_no_submission(tmp_path: Path) -> None:
@@ -322,10 +387,10 @@ def test_second_operator_sees_no_submission(tmp_path: Path) -> None:
 def test_second_operator_answers_falsely(fleet: Fleet, recorded: Recorded, place: int) -> None:
     """The list is left out of all heads. The request and the reply, which its signature binds, stay stored."""
     request, digest = recorded.request, digest_of(encode(recorded.request))
-    masks = sum_of_masks(request, fleet="default", seal_key=recorded.keys.seal_key)
+    masks = sum_of_masks(request, fleet="default", seal_key=recorded.seal_key)
     masks[[place]] += np.uint32(2**30)
     unsigned = SumReply(request=digest, masks=to_tensor(masks))
-    reply = sign_sum(unsigned, key=recorded.keys.sign_key, fleet="default")
+    reply = sign_sum(unsigned, key=recorded.sign_key, fleet="default")
     fleet.start_aggregator(recorded.root / "task.toml")
     with TrafficMonitor(fleet.broker) as operator:
         fleet.wait_until("the request", lambda: operator.payloads(REQUESTS))
@@ -361,7 +426,7 @@ def test_another_client_answers_in_its_place(fleet: Fleet, recorded: Recorded) -
         SumReply(request=digest, masks=masks),
         sign_sum(SumReply(request=digest, masks=masks), key=bytes(32), fleet="default"),
         sign_sum(SumReply(request=digest, problem="no"), key=bytes(32), fleet="default"),
-        sign_sum(SumReply(request=digest, masks=masks), key=recorded.keys.sign_key, fleet="another"),
+        sign_sum(SumReply(request=digest, masks=masks), key=recorded.sign_key, fleet="another"),
     ]
     fleet.start_aggregator(recorded.root / "task.toml")
     with TrafficMonitor(fleet.broker) as client:

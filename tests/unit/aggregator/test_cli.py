@@ -20,7 +20,7 @@ from protocol.errors import ConfigError
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.storage.keyfile import read_key
 from protocol.wire.signing import public_key
-from sums_operator.state import make_operator, read_keys
+from sums_operator.state import make_operator, make_task, read_keys
 from tests.support.fleets.aggregator_process import PROGRAM, run_aggregator, write_task
 from tests.support.fleets.closed_fleet import FLEET, ClosedFleet, findings, statuses
 from tests.support.graphs.backbones import tiny_backbone
@@ -291,17 +291,20 @@ def test_private_task_needs_files_of_two_parties(folder: Path) -> None:
     done = _run("init", *given, "--private")
     assert "no file public.map: make it with `protofleet public-map`" in f"{done.output}{done.exception}"
     (folder / "public.map").touch()
-    assert "`protofleet-sums init`" in str(_run("check", "task.toml").exception)
+    assert "`protofleet-sums new-task`" in str(_run("check", "task.toml").exception)
     (folder / "operator.toml").touch()
-    assert "take the file that `protofleet-sums init` has written" in str(
+    assert "take the file that `protofleet-sums new-task` has written" in str(
         _run("check", "task.toml").exception
     )
-    card = make_operator(folder / "sums")
+    make_operator(folder / "sums")
+    card = folder / "sums.toml"
+    seal_key = make_task(folder / "sums", card)
     (folder / "task.toml").unlink()
     done = _run("init", *given, "--private", "--second-operator", str(card))
     assert done.exit_code == 0, done.output
-    seal_key = read_keys(folder / "sums").public()["seal_key"]
-    assert f"owners give --second-operator {seal_key} to edge-client" in done.output
+    sign_key = read_keys(folder / "sums").public()["sign_key"]
+    assert f"owners give --second-operator {sign_key} to edge-client" in done.output
+    assert f"protofleet-sums end-task {seal_key[:16]}" in done.output
     assert "of a class: below that the head can miss it" in done.output
     assert "the second operator opens them, and sees no sum" in done.output
     assert "conditional: they hold only if the second operator is honest" in done.output
@@ -310,7 +313,7 @@ def test_private_task_needs_files_of_two_parties(folder: Path) -> None:
     assert (task.algorithm, task.quorum) == ("statistics", 5)
     assert task.privacy.dp is not None
     assert task.privacy.sums is not None
-    assert Path(task.privacy.sums.operator) == folder / "sums" / "operator.toml"
+    assert Path(task.privacy.sums.operator) == card
     assert (task.privacy.dp.epsilon, task.privacy.dp.max_epsilon) == (1.0, 4.0)
     assert (task.privacy.sums.min_devices, task.privacy.sums.honest) == (5, 3)
 

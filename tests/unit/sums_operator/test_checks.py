@@ -58,6 +58,8 @@ def test_list_is_summed() -> None:
         (changed(1, mask=GOOD.submissions[0].mask), replace(POLICY, devices=None), "signature", "shed-2"),
         (msgspec.structs.replace(GOOD, task=bytes(32)), POLICY, "signature", "the mask of shed-1 is invalid"),
         (GOOD, replace(POLICY, fleet="other"), "signature", "the mask of shed-1 is invalid"),
+        (msgspec.structs.replace(GOOD, values=41), POLICY, "signature", "the mask of shed-1 is invalid"),
+        (msgspec.structs.replace(GOOD, values=2**34 + 1), POLICY, "too_large", "at most 68719476736 values"),
     ],
 )
 def test_list_is_refused(request_: SumRequest, policy: Policy, reason: str, problem: str) -> None:

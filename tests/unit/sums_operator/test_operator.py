@@ -19,7 +19,7 @@ from protocol.wire.signing import is_own_sum
 from sums_operator.checks import Policy
 from sums_operator.cli import cli, read_devices
 from sums_operator.service import Operator
-from sums_operator.state import OperatorState, make_operator, read_keys
+from sums_operator.state import OperatorState, end_task, make_operator, make_task, read_keys
 from tests.support.messages.sums import FLEET, NAMES, TASK, sum_request
 
 FIRST, OTHERS = NAMES[:3], NAMES[3:]
@@ -31,9 +31,10 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.card = tomllib.loads(make_operator(folder).read_text(encoding="utf-8"))
+        self.seal_key = bytes.fromhex(make_task(folder, folder.parent / f"{folder.name}.toml"))
 
-    def payload(self, devices: list[str], **options: int) -> bytes:
-        return encode(sum_request(devices, seal_key=bytes.fromhex(self.card["seal_key"]), **options))
+    def payload(self, devices: list[str], **options: Any) -> bytes:
+        return encode(sum_request(devices, seal_key=self.seal_key, **options))
 
     def answer(self, payload: bytes, policy: Policy | None = None) -> SumReply:
         with closing(OperatorState(self.folder)) as state:
@@ -85,9 +86,9 @@ def test_crash_before_publishing(bench: Bench, *, is_stored: bool) -> None:
 
 def test_nothing_is_answered_that_cannot_be_stored(bench: Bench) -> None:
     with closing(OperatorState(bench.folder)) as state:
-        state.add(bytes(32), task=TASK, devices=FIRST)
+        state.add(bytes(32), task=TASK, seal_key=bench.seal_key, devices=FIRST)
         with pytest.raises(StateError):
-            state.add(bytes([1]) * 32, task=TASK, devices=NAMES[2:])
+            state.add(bytes([1]) * 32, task=TASK, seal_key=bench.seal_key, devices=NAMES[2:])
         assert [each.devices for each in state.answered()] == [3], "the transaction is undone"
         assert state.already_summed(bytes(32), NAMES) is None, "another task"
         with pytest.raises(StateError, match="`protofleet-sums run` already runs"):
@@ -109,8 +110,8 @@ def test_keys_are_never_replaced(bench: Bench) -> None:
     """Nor are they used with an empty record of answered lists, or readable by others."""
     before = read_keys(bench.folder)
     assert bench.card == {"format": 1, **before.public()}
-    assert [(bench.folder / name).stat().st_mode & 0o777 for name in ("seal.key", "sign.key")] == [0o600] * 2
-    with pytest.raises(ConfigError, match="has keys already"):
+    assert (bench.folder / "sign.key").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ConfigError, match="has a key already"):
         make_operator(bench.folder)
     (bench.folder / "operator.toml").unlink()  # killed before it was written
     make_operator(bench.folder)
@@ -122,18 +123,43 @@ def test_keys_are_never_replaced(bench: Bench) -> None:
     ):
         OperatorState(bench.folder)
     (bench.folder / "operator.toml").unlink()
-    with pytest.raises(ConfigError, match=r"has keys, but operator\.sqlite is missing"):
+    with pytest.raises(ConfigError, match=r"has a key, but operator\.sqlite is missing"):
         make_operator(bench.folder)
 
 
 def test_keys_of_another_card_are_refused(bench: Bench, tmp_path: Path) -> None:
     other = Bench(tmp_path / "other")
     (other.folder / "sign.key").replace(bench.folder / "sign.key")
-    with pytest.raises(ConfigError, match="is not the card of the keys beside it"):
+    with pytest.raises(ConfigError, match="is not the card of the key beside it"):
         read_keys(bench.folder)
-    (other.folder / "seal.key").replace(bench.folder / "sign.key")
+    next((other.folder / "seal-keys").iterdir()).replace(bench.folder / "sign.key")
     with pytest.raises(ConfigError, match=r"expected an Ed25519 key in .*, got X25519PrivateKey"):
         read_keys(bench.folder)
+
+
+def test_each_task_has_a_seal_key_that_is_deleted_with_it(bench: Bench, tmp_path: Path) -> None:
+    """Signed, for one task; the keys of other tasks stay."""
+    card = tomllib.loads((tmp_path / "state.toml").read_text(encoding="utf-8"))
+    assert card["sign_key"] == bench.card["sign_key"]
+    assert card["seal_key"] == bench.seal_key.hex()
+    with pytest.raises(ConfigError, match="exists already: each task has a seal key of its own"):
+        make_task(bench.folder, tmp_path / "state.toml")
+    payload = bench.payload(FIRST)
+    first = bench.answer(payload)
+    assert first.masks
+    other = bench.answer(bench.payload(OTHERS, task=bytes(32)))
+    assert "the seal key is of another task" in other.problem
+    later = bytes.fromhex(make_task(bench.folder, tmp_path / "later.toml"))
+    file = bench.folder / "seal-keys" / f"{bench.seal_key.hex()}.key"
+    assert file.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ConfigError, match=r"2 seal keys in .* begin with ''"):
+        end_task(bench.folder, "")
+    assert end_task(bench.folder, bench.seal_key.hex()[:16]) == bench.seal_key.hex()
+    assert not file.exists()
+    for gone in (payload, bench.payload(OTHERS)):
+        assert "its task is over, or it is not of this operator" in bench.answer(gone).problem
+    bench.seal_key = later
+    assert bench.answer(bench.payload(FIRST, task=bytes(32))).masks
 
 
 @pytest.mark.parametrize(
@@ -160,7 +186,7 @@ def test_status_shows_answers_and_refusals(bench: Bench) -> None:
     bench.answer(bench.payload(FIRST))
     bench.answer(bench.payload(NAMES))
     shown = CliRunner().invoke(cli, ["status", "--state", str(bench.folder)], catch_exceptions=False).output
-    assert f"seal_key {bench.card['seal_key']}" in shown
+    assert f"seal_key {bench.seal_key.hex()}" in shown
     assert f"task {TASK.hex()} 3 devices" in shown
     assert "refused 1 request (overlap), the last " in shown
     found = json.loads(CliRunner().invoke(cli, ["status", "--state", str(bench.folder), "--json"]).output)

@@ -17,7 +17,7 @@ from protocol.wire.messages import MAX_BLOB_BYTES, MAX_FRAME_BYTES, Frame, SumRe
 from protocol.wire.signing import is_own_sum, public_key
 from protocol.wire.topics import fleet_topic
 from protocol.wire.transfer import frames_of
-from sums_operator.state import make_operator, read_keys
+from sums_operator.state import make_operator, make_task, read_keys
 from tests.support.messages.sums import FLEET, NAMES, signing_key, sum_of, sum_request
 from tests.support.network.brokers import mosquitto, needs_mosquitto
 from tests.support.network.sessions import EventLog, running
@@ -35,6 +35,7 @@ class World:
         self._session, self._events, self._log_file, state = session, events, folder / "log", folder / "state"
         make_operator(state)
         self.public = {name: bytes.fromhex(key) for name, key in read_keys(state).public().items()}
+        self.public["seal_key"] = bytes.fromhex(make_task(state, folder / "task.toml"))
         known = "".join(f"{name} {public_key(signing_key(name)).hex()}\n" for name in NAMES)
         (folder / "devices").write_text(known, encoding="utf-8")
         self._command = [

@@ -281,7 +281,7 @@ def test_sums_of_earlier_tasks_do_not_prevent_forgetting(store: Store) -> None:
 
     Only of the task that is served, a device in a sum cannot be forgotten.
     """
-    listed = PendingList(members={"a": "00", "b": "01"}, request="02", requested_s=0.0)
+    listed = PendingList(members={"a": "00", "b": "01"}, request="02", requested_s=0.0, masked="03")
     for task, device in ((OTHER, "a"), (OPEN, "a"), (TASK, "a"), (TASK, "b")):
         _submitted(store, device, task + device.encode(), task=task)
     head = _add_head(store, 1, task=OTHER, a=digest_of(OTHER + b"a"))

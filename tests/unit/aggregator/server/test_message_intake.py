@@ -19,6 +19,7 @@ from aggregator.server.device_messages import DeviceMessages
 from aggregator.server.message_intake import MessageIntake
 from aggregator.server.store_view import IntakeHeads
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import SealKey
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task_preparation import Task
 from protocol.enrollment import read_enrollment
@@ -47,8 +48,8 @@ from tests.support.messages.submissions import (
 )
 from tests.support.messages.sums import signing_key
 from tests.support.messages.tasks import served_task
+from tests.unit.aggregator.sums.test_second_operator import AGGREGATOR, hidden, masked_of
 from tests.unit.aggregator.sums.test_second_operator import SERVED as MASKED_TASK
-from tests.unit.aggregator.sums.test_second_operator import hidden, masked_of
 
 TASK = served_task(
     ROUNDS_EXPECTATION, fleet=FLEET, algorithm="fpl", fpl=FPL(rounds=9), rounds=Rounds(staleness=1)
@@ -141,6 +142,7 @@ def test_a_batch_is_stored_in_one_transaction(store: Store, *, is_known: bool) -
 
 def test_mask_of_a_submission_is_in_its_row(store: Store) -> None:
     """With the number that the device has signed, whatever number the row has later."""
+    store.facts.put(SealKey(AGGREGATOR.hex()))
     device, bench = "dev1", Bench(store, MASKED_TASK)
     store.keys.pin(device, public_key(signing_key(device)), now_s=0.0)
     fleet, whole = MASKED_TASK.file.fleet, hidden(device, 1, min_devices=4)

@@ -76,7 +76,8 @@ def private_store(folder: Path) -> Store:
     store = started_store(folder, TASK_FILE)
     budget = PrivacyBudget(epsilon=2.0, map="public.map", max_epsilon=4.0)
     sums = SumsSettings(operator="operator.toml", min_devices=2, tolerance=0.25)
-    operator = SecondOperator(seal_key=b"a" * 32, sign_key=b"b" * 32, min_devices=2, honest=1)
+    keys = {"seal_key": b"a" * 32, "sign_key": b"b" * 32, "aggregator_key": b"c" * 32}
+    operator = SecondOperator(**keys, seal_key_signature=bytes(64), min_devices=2, honest=1)
     privacy = PrivacySettings(dp=budget, sums=sums)
     store.facts.put(replace(store.served_task(), privacy=privacy, second_operator=operator))
     store.facts.put(SigningKey("c" * 64))
@@ -84,7 +85,7 @@ def private_store(folder: Path) -> Store:
         store.submissions.put(TASK, submission_row(device, {0: 1}))
         store.keys.pin(device, bytes(32), now_s=1.0)
         store.devices.raise_epsilon(device, spent)
-    pending = PendingList({"e": "00", "f": "00"}, request="00", requested_s=1e6)
+    pending = PendingList({"e": "00", "f": "00"}, request="00", requested_s=1e6, masked="00")
     put_sums(
         store.facts, SumLists(TASK, 1, tuple("abcd"), summed=2, pending=pending, problem="a device has lied")
     )

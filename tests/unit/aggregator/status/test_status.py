@@ -522,7 +522,7 @@ def test_privacy_and_sums_of_a_second_operator(tmp_path: Path) -> None:
             "privacy epsilon 2 for a submission, 4 for a device, of one image (delta 1e-05), conditional: only if the "
             "second operator is honest, and 2.00 for a submission to both operators together; at most 3.60 spent, "
             "1 device near the limit\n"
-            "sums second operator 6161616161616161, signs with 6262626262626262; at least 2 devices in a sum, of which "
+            "sums second operator 6262626262626262, seal key 6161616161616161; at least 2 devices in a sum, of which "
             "25% may add no noise; 1 list of 2 devices opened, 2 left out, 2 requested, 1 waiting\n"
         ) in text
         assert "next head: waits for the second operator since" in text

@@ -1,5 +1,6 @@
 """Heads of lists: planned of devices in lists only, after restarts, failures, and commands of other processes."""
 
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ from aggregator.storage.devices import REVOKED
 from aggregator.storage.store import Store
 from aggregator.sums.second_operator import SecondOperatorLists
 from aggregator.sums.stored_lists import sums_of
+from aggregator.tasks.restoration import heal
 from aggregator.training.jobs import RESULT_FILE, Failure, Result
 from protocol.storage.blobstore import write_atomically
 from protocol.wire.codec import digest_of, encode
@@ -73,7 +75,7 @@ class Fleet:
         """End the job that was started last; return True if it has made a head."""
         folder = self.orders.folders[-1]
         for name in ("head.onnx", "total.bin"):
-            write_atomically(folder / name, name.encode())
+            write_atomically(folder / name, f"{name} of {folder.name}".encode())
         write_atomically(folder / RESULT_FILE, msgspec.json.encode(result))
         return self.training.finish(JobEnded(folder))
 
@@ -245,6 +247,25 @@ def test_lost_reply_is_requested_again(store: Store) -> None:
     fleet.opened()
     fleet.tick()
     assert len(fleet.orders.folders) == 1
+
+
+def test_damaged_total_is_restored_from_its_copy(store: Store) -> None:
+    """It cannot be made again: the submissions in it are deleted at once, and no copy of an earlier total is kept."""
+    fleet = Fleet(store)
+    for numbers in ((1, 2, 3), (4, 5, 6)):
+        fleet.world.upload(*numbers)
+        fleet.tick()
+        fleet.opened()
+        fleet.tick()
+        fleet.make()
+    assert not any(digest in store.blobs for digest in fleet.world.members.values())
+    total = sums_of(store.facts, TASK).total
+    assert [file.name for file in (store.folder / "totals").iterdir()] == [total]
+    whole = store.blobs.read(bytes.fromhex(total))
+    shutil.rmtree(store.folder / "training")
+    _damage(store, bytes.fromhex(total))
+    heal(SERVED, store, [bytes.fromhex(total)])
+    assert store.blobs.read(bytes.fromhex(total)) == whole
 
 
 def _damage(store: Store, digest: bytes) -> None:

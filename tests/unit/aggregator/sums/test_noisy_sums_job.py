@@ -23,11 +23,11 @@ from aggregator.algorithms.statistics.noisy_ridge import (
 from aggregator.algorithms.statistics.ridge import TEMPERATURE, solve
 from aggregator.graphs.head_export import mapped
 from aggregator.storage.blobs import FolderBlobs
-from aggregator.sums.noisy_sums_job import from_total, require_no_wrap, run, to_total
+from aggregator.sums.noisy_sums_job import from_total, opened_list, run, to_total
 from aggregator.training.jobs import NoisySumsJob, Result
 from edge_client.privacy.sum_mechanism import noisy_sums
 from protocol.errors import ProtofleetError
-from protocol.statistics.noisy_sums import UNITS, deviations
+from protocol.statistics.noisy_sums import UNITS, deviations, released_values
 from protocol.statistics.public_map import read_map
 from protocol.statistics.row_sums import RowSums
 from protocol.wire.arrays import to_tensor
@@ -227,9 +227,49 @@ def test_totals_of_lists_do_not_wrap() -> None:
     np.testing.assert_array_equal(from_total(to_total(values)), values)
 
 
+def listed(images: int, *, square: int, count: int | None = None) -> NDArray[np.uint32]:
+    """Return the sums of a list modulo 2^32: all images in class 0, the longest rows, and their first square."""
+    values = np.zeros(sum(released_values(classes=CLASSES, size=SIZE).values()), np.int64)
+    values[0] = images * UNITS if count is None else count
+    values[CLASSES] = images * UNITS * 127
+    values[CLASSES * (1 + SIZE)] = images * square
+    return (values % 2**32).astype(np.uint32)
+
+
+def opened(values: NDArray[np.uint32], *, noise_multiplier: float = 1.0) -> NDArray[np.int64]:
+    return opened_list(values, classes=CLASSES, size=SIZE, noise_multiplier=noise_multiplier)
+
+
+@pytest.mark.parametrize("images", [0, 1000, 130_000, 200_000, 263_000])
+@pytest.mark.parametrize("square", [0, 9, 127**2])
+def test_sums_of_a_list_are_exact_up_to_the_largest_one(images: int, square: int) -> None:
+    """Also if all images have the longest row, in one direction: a square above 2^31 is read as what it is."""
+    found = opened(listed(images, square=square))
+    assert (found[0], found[CLASSES]) == (images * UNITS, images * UNITS * 127)
+    assert found[CLASSES * (1 + SIZE)] == images * square
+
+
+@pytest.mark.parametrize("images", [100, 150_000, 180_000])
+def test_large_noise_leaves_room_for_fewer_images(images: int) -> None:
+    """A square whose sign the noise hides is not taken for a small one."""
+    values = listed(images, square=127**2)
+    if images < 180_000:
+        assert opened(values, noise_multiplier=4000.0)[CLASSES * (1 + SIZE)] == images * 127**2
+    else:
+        with pytest.raises(ProtofleetError, match="have 180000 images together"):
+            opened(values, noise_multiplier=4000.0)
+
+
 def test_list_whose_sums_could_wrap_around_is_unusable() -> None:
-    """Below 264,000 images a square is negative before anything else wraps around."""
-    counts = np.array([200_000, 64_000], np.int64) * UNITS
-    require_no_wrap(counts, noise_multiplier=1.0)
+    """By the number of images that its devices state in their counts."""
     with pytest.raises(ProtofleetError, match="cannot be used: its devices have 265000 images together"):
-        require_no_wrap(counts + 500 * UNITS, noise_multiplier=1.0)
+        opened(listed(265_000, square=9))
+
+
+@pytest.mark.parametrize(
+    "false",
+    [{"square": 2**31}, {"square": -(10**6)}, {"square": 127**2 + 40}, {"square": 9, "count": -(10**5)}],
+)
+def test_list_that_no_images_have_is_unusable(false: dict[str, int]) -> None:
+    with pytest.raises(ProtofleetError, match="cannot be used: no images have such sums"):
+        opened(listed(100_001, **false))

@@ -16,17 +16,26 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from aggregator.coordination.round_state import Entry
-from aggregator.intake.validation import Expectation, Refused, check_noisy_sums, read_message
+from aggregator.intake.masked_values import opened_values
+from aggregator.intake.validation import Expectation, Refused, read_message
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import SealKey
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.sums.noisy_sums_job import run
 from aggregator.sums.second_operator import SecondOperatorLists, largest_list
-from aggregator.sums.stored_lists import add_to_total, blobs_of_sums, devices_of, job_fields, sums_of
+from aggregator.sums.stored_lists import (
+    add_to_total,
+    blobs_of_sums,
+    devices_of,
+    has_list_of_another,
+    job_fields,
+    sums_of,
+)
 from aggregator.training.jobs import TOTAL_FILE, NoisySumsJob
 from protocol.errors import ProtofleetError
 from protocol.statistics.noisy_sums import released_values
-from protocol.statistics.secure_sums import masked, sealed_mask, submission_context
+from protocol.statistics.secure_sums import mask_of, sealed_mask, sealed_values, submission_context
 from protocol.wire.arrays import to_array, to_tensor
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import (
@@ -42,7 +51,7 @@ from protocol.wire.messages import (
     SumRequest,
     Tensor,
 )
-from protocol.wire.signing import public_key, sign_sum
+from protocol.wire.signing import public_key, sign_seal_key, sign_sum
 from protocol.wire.transfer import frames_of
 from sums_operator.checks import sum_of_masks
 from tests.support.messages.heads import plan_head
@@ -52,16 +61,26 @@ from tests.support.messages.sums import seed_of, signing_key
 from tests.support.messages.tasks import served_task
 from tests.unit.aggregator.sums.test_noisy_sums_job import CLASSES, PUBLIC, SIZE, images, submission
 
-SEAL, SIGN = bytes([1]) * 32, bytes([2]) * 32
+SEAL, SIGN, AGGREGATOR = (bytes([number]) * 32 for number in (1, 2, 3))
+
+
+def seal_key_of(private: bytes) -> bytes:
+    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+
+
 OPERATOR = SecondOperator(
-    seal_key=X25519PrivateKey.from_private_bytes(SEAL).public_key().public_bytes_raw(),
+    seal_key=seal_key_of(SEAL),
     sign_key=public_key(SIGN),
     min_devices=3,
+    seal_key_signature=sign_seal_key(seal_key_of(SEAL), key=SIGN),
+    aggregator_key=seal_key_of(AGGREGATOR),
     honest=1,
 )
 MAP = PUBLIC.to_bytes()
+FLEET = served_task().file.fleet
 PRIVATE = replace(
     MANIFEST,
+    fleet=FLEET,
     statistics=Statistics(
         map=BlobRef(digest=digest_of(MAP), size_bytes=len(MAP), name="m"), size=SIZE, second_operator=OPERATOR
     ),
@@ -72,7 +91,6 @@ PRIVATE = replace(
 TASK = digest_of(encode(PRIVATE))
 EXPECTATION = Expectation(TASK, PRIVATE, SIZE)
 SERVED = served_task(EXPECTATION)
-FLEET = SERVED.file.fleet
 VALUES = sum(released_values(classes=CLASSES, size=SIZE).values())
 
 
@@ -84,16 +102,21 @@ def hidden(device: str, number: int, *, min_devices: int = 3) -> Submission:
     """Return a submission as the device masks it."""
     whole, seed = plain(number), seed_of(device)
     parts = [whole.tensors["counts"], whole.prototypes, whole.tensors["second_moment"]]
-    counts, sums, triangle = map(to_tensor, masked([to_array(part) for part in parts], seed))
-    context = submission_context(fleet=FLEET, task=TASK, device=device, sequence=whole.sequence)
+    context = submission_context(
+        fleet=FLEET, task=TASK, device=device, sequence=whole.sequence, values=VALUES
+    )
+    values = sealed_values(
+        [to_array(each) for each in parts], seed, key=OPERATOR.aggregator_key, context=context
+    )
     keys = {"seal_key": OPERATOR.seal_key, "signing_key": signing_key(device)}
     mask = sealed_mask(seed, min_devices=min_devices, context=context, **keys)
     return replace(
         whole,
-        prototypes=sums,
-        tensors={"counts": counts, "second_moment": triangle},
-        counts=to_tensor(np.ones(CLASSES, np.uint8)),
-        images=CLASSES,
+        prototypes=to_tensor(np.zeros((0, SIZE), np.int32)),
+        tensors={"sealed": to_tensor(np.frombuffer(values, np.uint8))},
+        labels=to_tensor(np.zeros(0, np.uint8)),
+        counts=to_tensor(np.zeros(0, np.uint8)),
+        images=0,
         mask=mask,
     )
 
@@ -105,6 +128,7 @@ class World:
         self.store = store
         for blob in (MAP, encode(PRIVATE)):
             store.blobs.put(blob)
+        store.facts.put(SealKey(AGGREGATOR.hex()))
         self.members: dict[str, bytes] = {}
         self.restart()
 
@@ -155,9 +179,14 @@ class World:
         request = self.lists.request()
         assert request is not None
         assert self.take(self.reply(request), chunk_bytes=700)
+        return self.opened_list(folder)
+
+    def opened_list(self, folder: Path) -> bytes:
+        """Make a head of the list that was opened, and return it without its metadata."""
         run(self.job(), workspace(self.store.blobs, folder))
         total = self.store.put_file(folder / TOTAL_FILE)
-        add_to_total(self.store.facts, TASK, total.digest)
+        with self.store.transaction():
+            add_to_total(self.store, TASK, total.digest)
         return head_of(folder)
 
 
@@ -168,9 +197,9 @@ def masked_of(device: str, submission: Submission) -> MaskedSubmission:
 
 def wait_for_verification(lists: SecondOperatorLists) -> bool:
     """Wait for the thread that reads a list's submissions; return False if there is none."""
-    if lists._verifying is None:
+    if lists._adding is None:
         return False
-    wait([lists._verifying[1]])
+    wait([lists._adding[1]])
     return True
 
 
@@ -198,10 +227,12 @@ def world(store: Store) -> World:
         ({"a": 3, "b": 3, "c": 4}, ()),
         ({"a": 4, "b": 3, "c": 9, "d": 4, "e": 3}, ("a", "b", "d", "e")),
         ({}, ()),
+        (dict.fromkeys("fedcba", 3), ("a", "b", "c", "d", "e")),
+        (dict.fromkeys("fedcba", 6), ()),
     ],
 )
 def test_list_has_the_devices_that_accept_its_size(least: dict[str, int], expected: tuple[str, ...]) -> None:
-    assert largest_list(least, min_devices=3) == expected
+    assert largest_list(least, min_devices=3, most=5) == expected
 
 
 def test_head_of_masked_lists_is_that_of_the_same_sums(world: World, tmp_path: Path) -> None:
@@ -264,7 +295,11 @@ def test_request_is_that_of_the_stored_submissions(
             assert request is None
         else:
             assert len(submissions) == count - (own > count)
-            assert request == encode(SumRequest(task=TASK, values=VALUES, submissions=tuple(submissions)))
+            assert request == encode(
+                SumRequest(
+                    task=TASK, seal_key=OPERATOR.seal_key, values=VALUES, submissions=tuple(submissions)
+                )
+            )
 
 
 def test_pending_list_stays_the_same(world: World) -> None:
@@ -375,25 +410,80 @@ def test_false_sum_that_breaks_the_laws_is_no_head(world: World, tmp_path: Path)
     assert (lists.count, lists.summed, len(lists.devices)) == (1, 3, 6)
 
 
-def test_lost_submission_of_a_list_is_an_error(world: World, tmp_path: Path) -> None:
+def test_submissions_are_needed_until_their_sum_is_in_the_total(world: World, tmp_path: Path) -> None:
+    """Of a list that waits, one more copy of the sum is made of them; afterwards nothing is left of a single one."""
     world.upload(0, 1, 2)
     world.ready()
+    pending = sums_of(world.store.facts, TASK).pending
+    assert pending is not None
+    world.store.blobs.delete([bytes.fromhex(pending.masked)])
     request = world.lists.request()
     assert request is not None
+    assert world.take(world.reply(request))
+    assert world.ready(), "the sum was made again"
+    assert bytes.fromhex(pending.masked) in world.store.blobs
+    world.opened_list(tmp_path / "head")
+    records = world.store.submissions.all(TASK)
+    assert [(each.size_bytes, each.mask) for each in records.values()] == [(0, None)] * 3
+    digests = set(world.members.values())
+    assert not digests & world.store.submissions.digests_among(digests, task=TASK, oldest_round=0)
+    assert not digests & blobs_of_sums(world.store.facts)
+    assert not world.lists.with_payloads(world.members), "they are not lost: no device is asked again"
+    assert world.store.holds("dev0", world.members["dev0"]), "nor does it upload again"
+
+
+def test_sum_and_submission_that_are_lost_leave_a_list_out(world: World) -> None:
+    world.upload(0, 1, 2)
+    world.ready()
+    pending = sums_of(world.store.facts, TASK).pending
+    request = world.lists.request()
+    assert pending is not None
+    assert request is not None
     world.take(world.reply(request))
-    world.store.blobs.delete([world.members["dev1"]])
-    with pytest.raises(ProtofleetError, match="cannot be used: a submission is lost"):
-        run(world.job(), workspace(world.store.blobs, tmp_path / "head"))
+    world.store.blobs.delete([world.members["dev1"], bytes.fromhex(pending.masked)])
+    assert not world.ready()
+    lists = sums_of(world.store.facts, TASK)
+    assert (lists.pending, len(lists.devices)) == (None, 3)
+    assert "the sum of its masked values is lost, and a submission is" in lists.problem
 
 
-def test_intake_requires_masked_values() -> None:
+def test_list_is_not_larger_than_the_second_operator_answers(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aggregator.sums.second_operator.MAX_SUMMED_VALUES", 4 * VALUES + 1)
+    world.restart()
+    world.upload(*range(6))
+    world.ready()
+    assert world.pending.keys() == {"dev0", "dev1", "dev2", "dev3"}
+
+
+def test_intake_opens_masked_values_of_their_device_only() -> None:
     good = hidden("dev0", 0)
-    check_noisy_sums(good, EXPECTATION)
-    spoilt = [
+    values = opened_values(good, EXPECTATION, device="dev0", private_key=AGGREGATOR)
+    plain_counts = to_array(plain(0).tensors["counts"])
+    assert (values[:CLASSES].view(np.int32) != plain_counts).any(), "they stay masked"
+    np.testing.assert_array_equal(
+        (values - mask_of(seed_of("dev0"), VALUES))[:CLASSES].view(np.int32), plain_counts
+    )
+    for each in (
         replace(good, images=9),
-        replace(good, counts=to_tensor(np.full(CLASSES, 2, np.uint8))),
+        replace(good, counts=to_tensor(np.ones(CLASSES, np.uint8))),
+        replace(good, sequence=2),
+        replace(good, tensors={**good.tensors, "counts": to_tensor(np.ones(CLASSES, np.int32))}),
+        replace(good, mask=UNSET),
+        hidden("dev1", 0),
         plain(0),
-    ]
-    for each in spoilt:
+    ):
         with pytest.raises(Refused):
-            check_noisy_sums(each, EXPECTATION)
+            opened_values(each, EXPECTATION, device="dev0", private_key=AGGREGATOR)
+    with pytest.raises(Refused):
+        opened_values(good, EXPECTATION, device="dev0", private_key=SEAL)
+
+
+def test_seal_key_is_for_one_task(world: World) -> None:
+    world.upload(0, 1, 2)
+    assert not has_list_of_another(world.store.facts, bytes(32), OPERATOR.seal_key)
+    world.ready()
+    assert has_list_of_another(world.store.facts, bytes(32), OPERATOR.seal_key)
+    assert not has_list_of_another(world.store.facts, TASK, OPERATOR.seal_key)
+    assert not has_list_of_another(world.store.facts, bytes(32), OPERATOR.sign_key)

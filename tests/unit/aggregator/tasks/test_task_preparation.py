@@ -593,7 +593,8 @@ def test_earlier_tasks_expire(filled: Store, monkeypatch: pytest.MonkeyPatch) ->
     filled.evaluations.put("a", evaluation(), digest=b"e", now_s=0.0)
     filled.facts.put(CompiledGraphs({**known_graphs(filled), "own": {"init": FIRST}}))
     put_sums(
-        filled.facts, SumLists(TASK, pending=PendingList(members={"a": "0a"}, request="", requested_s=0.0))
+        filled.facts,
+        SumLists(TASK, pending=PendingList(members={"a": "0a"}, request="", requested_s=0.0, masked="")),
     )
     list(delete_earlier_tasks(ROUNDS, filled))
     now_s = 0.9 * KEPT_S

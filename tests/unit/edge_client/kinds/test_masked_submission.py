@@ -15,26 +15,40 @@ from edge_client.kinds.image_features import training_feature_keys
 from edge_client.kinds.prepared_submission import encode_submission
 from edge_client.kinds.private_submission import make_private_sums
 from edge_client.privacy import policy
-from edge_client.privacy.policy import LOCAL_BUDGET, NOT_MASKED, UNNAMED_OPERATOR, UNSOUND_SUM
+from edge_client.privacy.policy import (
+    LOCAL_BUDGET,
+    NOT_MASKED,
+    UNNAMED_OPERATOR,
+    UNSIGNED_SEAL_KEY,
+    UNSOUND_SUM,
+)
 from edge_client.service.device import Device
 from edge_client.store import device_state
 from edge_client.store.stored_values import PrivacySpent
 from protocol.errors import PrivacyRefused
-from protocol.statistics.noisy_sums import MAX_DISCRETENESS, UNITS, deviations
+from protocol.statistics.noisy_sums import MAX_DISCRETENESS, UNITS, deviations, released_values
 from protocol.statistics.public_map import PublicMap
-from protocol.statistics.secure_sums import mask_of, open_seed, submission_context
+from protocol.statistics.secure_sums import mask_of, open_seed, open_values, submission_context
 from protocol.wire.arrays import to_array
 from protocol.wire.messages import SealedMask, SecondOperator, Statistics, Submission
-from protocol.wire.signing import is_own_mask, public_key
+from protocol.wire.signing import is_own_mask, public_key, sign_seal_key
 from tests.support.devices.device_factory import make_submission
 from tests.support.devices.worker_benches import WANTED, PrivateBench, private_task, without_privacy
 from tests.unit.edge_client.kinds.test_private_submission import restored_before_the_rows
 from tests.unit.protocol.statistics.test_gaussian_privacy import closed_form
 
-PRIVATE = bytes([7]) * 32
+PRIVATE, AGGREGATOR, SIGN = (bytes([number]) * 32 for number in (7, 8, 9))
+
+
+def seal_key_of(private: bytes) -> bytes:
+    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+
+
 OPERATOR = SecondOperator(
-    seal_key=X25519PrivateKey.from_private_bytes(PRIVATE).public_key().public_bytes_raw(),
-    sign_key=bytes(32),
+    seal_key=seal_key_of(PRIVATE),
+    seal_key_signature=sign_seal_key(seal_key_of(PRIVATE), key=SIGN),
+    sign_key=public_key(SIGN),
+    aggregator_key=seal_key_of(AGGREGATOR),
     min_devices=10,
     honest=4,
 )
@@ -48,7 +62,7 @@ def with_operator(operator: SecondOperator = OPERATOR) -> Statistics:
 def masked_bench(folder: Path, **task: Any) -> PrivateBench:
     """Return a bench whose owner has named the second operator."""
     made = PrivateBench(folder, statistics=with_operator(), max_epsilon=50.0, **task)
-    made.settings = replace(made.settings, second_operator=OPERATOR.seal_key)
+    made.settings = replace(made.settings, second_operator=OPERATOR.sign_key)
     made.restart()
     return made
 
@@ -61,15 +75,21 @@ def bench(tmp_path: Path) -> PrivateBench:
 
 def context(bench: PrivateBench, submission: Submission) -> bytes:
     manifest, device = bench.manifest, bench.settings.device_id
+    assert manifest.statistics is not None
+    shape = {"classes": len(manifest.classes), "size": manifest.statistics.size}
     return submission_context(
-        fleet=manifest.fleet, task=bench.task, device=device, sequence=submission.sequence
+        fleet=manifest.fleet,
+        task=bench.task,
+        device=device,
+        sequence=submission.sequence,
+        values=sum(released_values(**shape).values()),
     )
 
 
-def values(submission: Submission) -> np.ndarray:
-    """Return all values in the order of the mask."""
-    parts = (submission.tensors["counts"], submission.prototypes, submission.tensors["second_moment"])
-    return np.concatenate([to_array(part).ravel() for part in parts])
+def values(bench: PrivateBench, submission: Submission) -> np.ndarray:
+    """Return all masked values in the order of the mask, as the aggregator sees them."""
+    sealed = submission.tensors["sealed"].data
+    return open_values(sealed, private_key=AGGREGATOR, context=context(bench, submission))
 
 
 def mask_in(submission: Submission) -> SealedMask:
@@ -80,21 +100,21 @@ def mask_in(submission: Submission) -> SealedMask:
 def opened(bench: PrivateBench, submission: Submission) -> np.ndarray:
     """Return the values as the second operator and the aggregator together could see them, int32."""
     seed = open_seed(mask_in(submission), private_key=PRIVATE, context=context(bench, submission))
-    masked = values(submission)
-    assert masked.dtype == np.uint32
+    masked = values(bench, submission)
     return (masked - mask_of(seed, len(masked))).view(np.int32)
 
 
 def test_masked_values_are_the_noisy_sums(bench: PrivateBench) -> None:
-    """Without the seed, nothing else tells of them: counts and images are constants."""
+    """Without the seed, nothing else tells of them: there are no counts and images."""
     prepared = make_private_sums(bench.workspace(), BuildSubmission(bench.task, bench.manifest))
     submission = bench.upload()
     own = [prepared.tensors["counts"], prepared.tensors["second_moment"]]
     counts, triangle = (to_array(each) for each in own)
     expected = np.concatenate([counts, prepared.prototypes.ravel(), triangle])
     np.testing.assert_array_equal(opened(bench, submission), expected)
-    assert (to_array(submission.counts).tolist(), submission.images) == ([1, 1], 2)
-    assert (values(submission).view(np.int32) == expected).mean() < 0.1
+    assert (submission.prototypes.data, submission.labels.data, submission.counts.data) == (b"",) * 3
+    assert (submission.images, [*submission.tensors]) == (0, ["sealed"])
+    assert (values(bench, submission).view(np.int32) == expected).mean() < 0.1
 
 
 def test_mask_is_signed_by_the_device_and_states_the_larger_minimum(bench: PrivateBench) -> None:
@@ -127,7 +147,7 @@ def test_restored_release_has_another_mask_for_other_rows(
     monkeypatch.setattr(device_state, "time", Mock(time=lambda: 1e9))
     first, second = restored_before_the_rows(bench)
     assert first.sequence == second.sequence
-    assert (values(first) != values(second)).mean() > 0.9
+    assert (values(bench, first) != values(bench, second)).mean() > 0.9
 
 
 def test_mask_is_made_once(bench: PrivateBench) -> None:
@@ -169,7 +189,15 @@ def test_dry_run_shows_masked_bytes_and_makes_no_key(bench: PrivateBench) -> Non
     [
         ({"statistics": with_operator(msgspec.structs.replace(OPERATOR, honest=11))}, UNSOUND_SUM),
         ({"differential_privacy": None}, UNSOUND_SUM),
-        ({"statistics": with_operator(msgspec.structs.replace(OPERATOR, seal_key=bytes(32)))}, NOT_MASKED),
+        ({"statistics": with_operator(msgspec.structs.replace(OPERATOR, sign_key=bytes(32)))}, NOT_MASKED),
+        (
+            {
+                "statistics": with_operator(
+                    msgspec.structs.replace(OPERATOR, seal_key=OPERATOR.aggregator_key)
+                )
+            },
+            UNSIGNED_SEAL_KEY,
+        ),
         ({"statistics": private_task()["statistics"]}, NOT_MASKED),
     ],
 )
@@ -177,10 +205,10 @@ def test_task_whose_sums_are_not_secure_is_refused(
     bench: PrivateBench, changes: dict[str, Any], reason: str
 ) -> None:
     """By a device that names its second operator: an aggregator cannot take both parts."""
-    policy.check_task(bench.manifest, second_operator=OPERATOR.seal_key)
+    policy.check_task(bench.manifest, second_operator=OPERATOR.sign_key)
     with pytest.raises(PrivacyRefused, match=reason):
         policy.check_task(
-            msgspec.structs.replace(bench.manifest, **changes), second_operator=OPERATOR.seal_key
+            msgspec.structs.replace(bench.manifest, **changes), second_operator=OPERATOR.sign_key
         )
 
 
@@ -243,7 +271,7 @@ def test_named_operator_forbids_what_was_built_without_it(tmp_path: Path) -> Non
     """An item that waits in the outbox without a mask is deleted at the start."""
     bench = PrivateBench(tmp_path)
     built = bench.build()
-    limits = {"max_epsilon": 50.0, "second_operator": OPERATOR.seal_key}
+    limits = {"max_epsilon": 50.0, "second_operator": OPERATOR.sign_key}
     for expected, settings in ((built.item, {"max_epsilon": 50.0}), (None, limits)):
         bench.settings = replace(bench.settings, **settings)
         Device(bench.settings, bench.store)
@@ -255,7 +283,7 @@ def test_named_operator_forbids_what_was_built_without_it(tmp_path: Path) -> Non
 def test_submission_sealed_for_another_operator_is_deleted(bench: PrivateBench) -> None:
     """The owner has named another one since."""
     built = bench.build()
-    for key, expected in ((OPERATOR.seal_key, built.item), (bytes(32), None)):
+    for key, expected in ((OPERATOR.sign_key, built.item), (bytes(32), None)):
         Device(replace(bench.settings, second_operator=key), bench.store)
         assert bench.store.outbox.newest_submission() == expected
 
