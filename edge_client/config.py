@@ -31,6 +31,9 @@ class Settings:
         min_devices: submissions in a sum before this device's mask is opened; None leaves the limit to the task.
         pinned_backbones: digests of the only backbones that are run; empty accepts the task's.
         variable_time: run backbones whose work depends on images under differential privacy, too.
+        max_images: files that count under differential privacy; None sets no limit.
+        upload_period_s: seconds between private submissions, which are published at fixed times; None publishes each
+            one once it is built.
         backbones: local copies of the task's backbones.
         rescan_s: seconds between scans of the data folder.
     """
@@ -53,6 +56,8 @@ class Settings:
     min_devices: int | None = None
     pinned_backbones: tuple[bytes, ...] = ()
     variable_time: bool = False
+    max_images: int | None = None
+    upload_period_s: float | None = None
     backbones: tuple[Path, ...] = ()
     rescan_s: float = 30.0
     identity: Identity = field(default_factory=Identity)

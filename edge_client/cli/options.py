@@ -32,7 +32,7 @@ CONFIG, _ENROLLMENT = f"{__name__}.config", f"{__name__}.enrollment"
 
 _PRIVACY = (
     *("max_epsilon", "max_delta", "max_local_epsilon", "allow_non_private_tasks"),
-    *("second_operator", "min_devices", "pin_backbone", "variable_time"),
+    *("second_operator", "min_devices", "pin_backbone", "variable_time", "max_images", "upload_period_s"),
 )
 """Keys of the table [privacy]."""
 
@@ -252,6 +252,18 @@ privacy_options = _all_of(
         is_flag=True,
         help="Accept backbones whose work depends on images under differential privacy: the time of uploads can then "
         "reveal images.",
+    ),
+    setting(
+        "--max-images",
+        type=COUNT,
+        help="Files that count under differential privacy: more are chosen by a keyed hash. Doubles the noise, since a "
+        "file can displace another one.",
+    ),
+    setting(
+        "--upload-period-s",
+        type=click.FloatRange(0, min_open=True),
+        help="Seconds from the start of a private build to its upload, whatever it took, and between two: has to hold "
+        "the slowest build  [default: upload at once, which shows how long a build took]",
     ),
 )
 prior_option = setting(

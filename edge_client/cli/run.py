@@ -114,7 +114,8 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     threads: int | None, batch_size: int, rescan_s: float, aggregator_key: bytes | None,
     enrollment: Path | None, max_epsilon: float | None, max_delta: float, max_local_epsilon: float | None,
     allow_non_private_tasks: bool, second_operator: bytes | None,
-    min_devices: int | None, pin_backbone: tuple[bytes, ...], variable_time: bool, **access_given: Any,
+    min_devices: int | None, pin_backbone: tuple[bytes, ...], variable_time: bool,
+    max_images: int | None, upload_period_s: float | None, **access_given: Any,
 ) -> int:  # fmt: skip
     from edge_client.config import membership
     from edge_client.core.state import Mode, StoredState
@@ -163,6 +164,8 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         min_devices=min_devices,
         pinned_backbones=pin_backbone,
         variable_time=variable_time,
+        max_images=max_images,
+        upload_period_s=upload_period_s,
         backbones=backbone,
         rescan_s=rescan_s,
     )

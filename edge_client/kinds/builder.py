@@ -75,6 +75,7 @@ def build_submission(workspace: Workspace, build: BuildSubmission) -> Result:
             requires_privacy=workspace.requires_privacy,
             second_operator=settings.second_operator,
             pinned_backbones=settings.pinned_backbones,
+            limits_files=settings.max_images is not None,
         )
         if (item := _earlier_submission(workspace, build)) is not None:
             return Result(outcome=Built(item=item))

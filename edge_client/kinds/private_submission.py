@@ -118,7 +118,8 @@ def _make(
     if wanted is None or charge is None:
         raise PrivacyFailed(FAILED)
     workspace.forget_deleted(manifest, scan)  # also if the budget is spent
-    labels = digest_of(listing_of(images, wanted))
+    most = workspace.settings.max_images
+    labels = digest_of((f"{most}:" if most else "").encode() + listing_of(images, wanted))
     listed = Charge(labels, digest_of(_digest_of_names(images)))
     charged = charge(listed)
     release = charged.release
@@ -141,6 +142,8 @@ def _make(
     noise_multiplier = wanted.noise_multiplier
     if operator is not None:
         noise_multiplier = share_of_noise(noise_multiplier, honest=operator.honest)
+    if most:  # an image may have displaced another one: the noise is that of two
+        noise_multiplier *= 2
     log_unit(counted, wanted, noise_multiplier=noise_multiplier)
     sums = noisy_sums(
         np.concatenate(rows),

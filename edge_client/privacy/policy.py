@@ -32,6 +32,7 @@ UNSOUND_SUM = (
 TOO_QUIET = "the task asks for so little noise that it is no differential privacy"
 FILTERED_STATISTICS = "the task asks for statistics and filters outliers, which depends on other images"
 NOT_PINNED = "the task has a backbone that this device's owner has not named: --pin-backbone"
+LIMITED_FILES = "the task's unit of privacy is a person, and this device's --max-images counts files"
 VARIABLE_TIME = (
     "the work of a backbone depends on images, which time would reveal: refused; see the device's log"
 )
@@ -61,6 +62,7 @@ TASK_PROBLEMS = (
         UNSIGNED_SEAL_KEY,
         UNSOUND_SUM,
         NOT_PINNED,
+        LIMITED_FILES,
     ),
 )
 PUBLIC_PROBLEMS = frozenset({*TASK_PROBLEMS, VARIABLE_TIME, BUDGET, LOCAL_BUDGET, SUBMITTED, FAILED, LOST})
@@ -76,6 +78,7 @@ def check_task(
     requires_privacy: bool = False,
     second_operator: bytes | None = None,
     pinned_backbones: Collection[bytes] = (),
+    limits_files: bool = False,
 ) -> None:
     """Raise PrivacyRefused unless a task's privacy settings can be honored, and satisfy the device's owner."""
     how, program, wanted = manifest.perturbation, manifest.program, manifest.differential_privacy
@@ -85,6 +88,7 @@ def check_task(
         UPLOADS_MORE: on_prototypes and program is not None and program.uploaded,
         NOT_PINNED: bool(pinned_backbones)
         and not {blob.digest for blob in manifest.backbones} <= {*pinned_backbones},
+        LIMITED_FILES: limits_files and wanted is not None and bool(wanted.images_per_person),
         NOT_PRIVATE: wanted is None and requires_privacy,
         BOTH: wanted is not None and how is not None,
         IN_ROUNDS: wanted is not None and program is not None,

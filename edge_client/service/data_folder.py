@@ -4,17 +4,21 @@ import logging
 import queue
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from edge_client.config import Settings
 from edge_client.images.image_scanner import ImageScanner, Scan
+from edge_client.privacy.image_choice import chosen
 from protocol.log import event
 from protocol.threads import start_thread
 from protocol.wire.messages import TaskManifest
 
 log = logging.getLogger(__name__)
+
+ABOVE_LIMIT = "more than --max-images"
+"""The reason why files do not count."""
 
 
 @dataclass(eq=False)
@@ -31,6 +35,18 @@ class Scanned(msgspec.Struct, frozen=True):
 
     order: ScanOrder
     scan: Scan
+
+
+def limited(scan: Scan, *, limit: int, key: bytes) -> Scan:
+    """Return a scan with at most `limit` files, chosen by a keyed hash of their paths: before any is read."""
+    names = {
+        f"{image.label} {image.relative}".encode(errors="surrogateescape"): image for image in scan.images
+    }
+    counted = chosen(names, limit, key)
+    if not (left := len(names) - len(counted)):
+        return scan
+    images = tuple(image for name, image in names.items() if name in counted)
+    return replace(scan, images=images, skipped={**scan.skipped, ABOVE_LIMIT: left})
 
 
 class DataFolder:

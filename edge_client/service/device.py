@@ -19,7 +19,7 @@ from edge_client.service.blob_downloads import BlobDownloads, import_backbones
 from edge_client.service.data_folder import Scanned
 from edge_client.service.duplicates import TAKE_OVER, OwnTopic
 from edge_client.service.inbox import Inbox, Message
-from edge_client.service.jobs import FromChild, JobEvent, Jobs, ShowDryRun
+from edge_client.service.jobs import Due, FromChild, JobEvent, Jobs, ShowDryRun
 from edge_client.service.publisher import Publisher
 from edge_client.store.app_files import Drift, read_value
 from edge_client.store.culprits import MAX_DEATHS, task_key
@@ -188,7 +188,7 @@ class Device:
                 raise event
             case events.Exit():
                 self._exit = event
-            case FromChild() | Scanned():
+            case FromChild() | Scanned() | Due():
                 if (happened := self._jobs.handle(event)) is not None:
                     self._react(happened)
             case mqtt.Received(topic=topic, payload=payload, retained=retained):

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -22,9 +22,11 @@ from edge_client.core.state import Job as Name
 from edge_client.core.submission_kinds import kind_of
 from edge_client.images.image_scanner import Scan
 from edge_client.privacy.charges import Charges, requires_privacy
+from edge_client.privacy.noise_key import subkey
 from edge_client.privacy.policy import is_bounded
+from edge_client.privacy.upload_slots import INSTALL_S, next_slot_s, publication_s
 from edge_client.service.build_report import BuildReporter
-from edge_client.service.data_folder import DataFolder, Scanned, ScanOrder
+from edge_client.service.data_folder import DataFolder, Scanned, ScanOrder, limited
 from edge_client.service.job_progress import ProgressReporter
 from edge_client.store.device_state import DeviceState
 from edge_client.store.disk_space import DiskAlmostFull, require_space
@@ -96,7 +98,13 @@ class FromChild(msgspec.Struct, frozen=True):
     said: FromJob | str | int
 
 
-JobEvent = FromChild | Scanned
+class Due(msgspec.Struct, frozen=True):
+    """The time to publish what a process has left."""
+
+    runner: "Runner"
+
+
+JobEvent = FromChild | Scanned | Due
 
 
 @dataclass(eq=False)
@@ -108,6 +116,10 @@ class Wanted:
     order: ScanOrder | None = None
     is_first: bool = True
     """False if a process has ended before it named anything of this job."""
+    begin_s: float = 0.0
+    """When it may begin, in unix seconds."""
+    end_s: float = 0.0
+    """When its result is published, at the earliest; 0 as soon as it is there."""
 
     @property
     def manifest(self) -> TaskManifest:
@@ -127,6 +139,8 @@ class Runner:
     at: At = field(default_factory=At)
     at_since_s: float = 0.0
     lines: int = 0
+    held: Finished | None = None
+    """The end of a job whose result waits to be published; its process is killed."""
     is_starting: bool = True
     is_new: bool = True
     """True until it has run a job."""
@@ -147,8 +161,12 @@ class Jobs:
         *,
         emit: Callable[[JobEvent | BaseException], None],
         show: ShowDryRun | None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._settings, self._store, self._emit, self._show = settings, store, emit, show
+        self._clock = clock
+        self._built_task = b""
+        """The task of the newest build: what comes after it for the same task was caused by images."""
         self._folder = store.folder / "jobs"
         self._number = 0
         self._wanted: list[Wanted] = []
@@ -186,7 +204,18 @@ class Jobs:
     def build(self, build: events.BuildSubmission) -> None:
         """Build a submission in place of one that is being built; its end is SubmissionBuilt."""
         self.cancel("build")
-        self._wanted.append(Wanted("build", build))
+        wanted = Wanted("build", build)
+        if (period_s := self._period_s(wanted)) is not None:
+            begin_s = self._clock()
+            if build.task == self._built_task:
+                begin_s = next_slot_s(begin_s, period_s, device=self._settings.device_id, task=build.task)
+            wanted.begin_s, wanted.end_s = begin_s, begin_s + period_s
+            in_s = round(wanted.end_s - self._clock())
+            event(
+                log, logging.INFO, "a submission will be built, and uploaded at a time of its slot", in_s=in_s
+            )
+        self._built_task = build.task
+        self._wanted.append(wanted)
         self._start_next()
 
     def install(self, install: events.InstallHead) -> None:
@@ -195,7 +224,10 @@ class Jobs:
         An older one that is being installed is finished: heads may come faster than a device installs them.
         """
         self._drop("install")
-        self._wanted.append(Wanted("install", install))
+        wanted = Wanted("install", install)
+        if self._period_s(wanted) is not None:
+            wanted.end_s = self._clock() + INSTALL_S
+        self._wanted.append(wanted)
         self._start_next()
 
     def cancel(self, *names: Name) -> None:
@@ -211,12 +243,21 @@ class Jobs:
         self._data.check()
 
     def tick(self) -> None:
-        """End processes that have waited long enough for a job, and one whose decoder hangs."""
+        """Begin and publish what is due; end processes that have waited long for a job, and one whose decoder hangs."""
+        if any(wanted.order is None for wanted in self._wanted):
+            self._start_next()
+        for runner in self._runners.values():
+            if runner.job is not None and runner.held is not None and self._is_due(runner.job.end_s):
+                self._emit(Due(runner))
         for slot, runner in tuple(self._runners.items()):
             is_idle = runner.job is None and not runner.is_starting
             if is_idle and time.monotonic() > runner.idle_since_s + IDLE_S:
                 self._kill(slot)
-            elif runner.at.decoding and time.monotonic() > runner.at_since_s + MAX_DECODING_S:
+            elif (
+                runner.held is None
+                and runner.at.decoding
+                and time.monotonic() > runner.at_since_s + MAX_DECODING_S
+            ):
                 runner.child.abort(f"it decoded the same images for {MAX_DECODING_S:.0f} s")
 
     def handle(self, happened: JobEvent) -> events.Event | None:
@@ -227,6 +268,8 @@ class Jobs:
         """
         if isinstance(happened, Scanned):
             return self._scanned(happened)
+        if isinstance(happened, Due):
+            return self._publish(happened.runner)
         runner, said = happened.runner, happened.said
         is_aborted = bool(runner.child.reason) and not isinstance(said, int)
         if runner.child.is_killed or is_aborted:
@@ -241,8 +284,8 @@ class Jobs:
     # Starting and ending
 
     def _scanned(self, scanned: Scanned) -> events.ImagesChanged | events.SpaceMissing | None:
-        self._data.take(scanned)
-        scan = scanned.scan
+        scan = self._limited(scanned.scan, scanned.order.manifest)
+        self._data.take(Scanned(scanned.order, scan))
         if not scan.problem and self._show is None:
             before = self._store.get(LeftOut)
             if (now := LeftOut(scan.unknown, scan.skipped, before.unusable)) != before:
@@ -258,15 +301,37 @@ class Jobs:
     def _drop(self, *names: Name) -> None:
         self._wanted = [each for each in self._wanted if each.name not in names]
 
+    def _is_bounded(self, manifest: TaskManifest) -> bool:
+        """Return whether messages about a task must not reveal images."""
+        return is_bounded(manifest, requires_privacy=requires_privacy(self._settings, self._store.ledger))
+
+    def _limited(self, scan: Scan, manifest: TaskManifest) -> Scan:
+        """Return a scan with the files that count, where the owner limits their number."""
+        limit = self._settings.max_images
+        if limit is None or not self._is_bounded(manifest):
+            return scan
+        key = subkey(self._store.secret(keep=self._show is None), b"choice of images")
+        return limited(scan, limit=limit, key=key)
+
+    def _period_s(self, wanted: Wanted) -> float | None:
+        """Return the period of what is published, or None where it is published as soon as it is there."""
+        if self._settings.upload_period_s is None or self._show is not None:
+            return None
+        return self._settings.upload_period_s if self._is_bounded(wanted.manifest) else None
+
+    def _is_due(self, at_s: float) -> bool:
+        """Return whether a time has come, or is out of reach, as the clock was put back."""
+        now_s, period_s = self._clock(), self._settings.upload_period_s or 0.0
+        return now_s >= at_s or at_s - now_s > 2 * period_s + INSTALL_S
+
     def _slot(self, wanted: Wanted) -> str:
         """Return the process that a job runs in: one for all, or one for each kind where these must not meet."""
-        required = requires_privacy(self._settings, self._store.ledger)
-        return wanted.name if is_bounded(wanted.manifest, requires_privacy=required) else ""
+        return wanted.name if self._is_bounded(wanted.manifest) else ""
 
     def _start_next(self) -> None:
         for wanted in tuple(self._wanted):
             runner = self._runners.get(self._slot(wanted))
-            if runner is not None and runner.job is not None:
+            if (runner is not None and runner.job is not None) or not self._is_due(wanted.begin_s):
                 continue
             if wanted.order is None:
                 wanted.order = self._data.order(wanted.manifest)
@@ -325,13 +390,14 @@ class Jobs:
                 min_devices=settings.min_devices,
                 pinned_backbones=settings.pinned_backbones,
                 variable_time=settings.variable_time,
+                max_images=settings.max_images,
             ),
             requires_privacy=requires_privacy(settings, store.ledger),
             task=action.task,
             manifest=encode(action.manifest),
             above=above,
             is_dry_run=self._show is not None,
-            state=store.snapshot(above=above),
+            state=store.snapshot(above=above, clock_s=wanted.begin_s or None),
             deaths=store.culprits.deaths(),
             suspects=tuple(self._suspects),
             guilty=store.culprits.guilty(),
@@ -391,7 +457,7 @@ class Jobs:
         if runner.job is not None:
             shutil.rmtree(self._folder / str(runner.number), ignore_errors=True)
             self._progress.close()
-        runner.job, runner.charges = None, None
+        runner.job, runner.charges, runner.held = None, None, None
         runner.idle_since_s = time.monotonic()
 
     # Messages
@@ -414,8 +480,8 @@ class Jobs:
                 _log(said)
             case Charge() if runner.job is not None:
                 runner.child.send(msgspec.msgpack.encode(self._answer(runner, runner.job, said)))
-            case Finished(problem=problem) if runner.job is not None:
-                return self._finished(runner, runner.job, problem)
+            case Finished() if runner.job is not None and not self._holds(runner, runner.job, said):
+                return self._finished(runner, runner.job, said.problem)
         return None
 
     def _answer(self, runner: Runner, job: Wanted, charge: Charge) -> Grant | Denial:
@@ -445,6 +511,24 @@ class Jobs:
             event(log, logging.WARNING, "message of a library", text=line, images=images or None)
 
     # Results
+
+    def _holds(self, runner: Runner, job: Wanted, said: Finished) -> bool:
+        """Return whether a result waits for its time, without its process."""
+        if not job.end_s:
+            return False
+        runner.held = said
+        runner.child.kill()
+        now_s, period_s = self._clock(), self._period_s(job)
+        if job.name == "build" and period_s is not None and now_s > job.end_s:
+            text = "a build took longer than --upload-period-s, which time reveals: lengthen it, or limit --max-images"
+            event(log, logging.WARNING, text, seconds=round(now_s - job.begin_s))
+            job.end_s = publication_s(job.end_s, now_s, period_s)
+        return True
+
+    def _publish(self, runner: Runner) -> events.Event | None:
+        if runner.job is None or runner.held is None:
+            return None
+        return self._finished(runner, runner.job, runner.held.problem)
 
     def _finished(self, runner: Runner, job: Wanted, problem: Problem | None) -> events.Event | None:
         folder = self._folder / str(runner.number)
@@ -546,7 +630,7 @@ class Jobs:
             raise StateError(f"the process of a job ended: {why}; see the log")
         self._blame(at)
         if all(each.name != job.name for each in self._wanted):  # else a newer head waits
-            self._wanted.insert(0, Wanted(job.name, job.action, is_first=is_named))
+            self._wanted.insert(0, replace(job, order=None, is_first=is_named))
         self._start_next()
         return None
 

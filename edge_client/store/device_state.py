@@ -263,18 +263,21 @@ class DeviceState:
                 self.set(Secret(secret))
         return secret
 
-    def free_number(self, kind: type[SubmissionSequence] | type[Epoch], *, above: int = 0) -> int:
+    def free_number(
+        self, kind: type[SubmissionSequence] | type[Epoch], *, above: int = 0, clock_s: float | None = None
+    ) -> int:
         """Return a number greater than the stored one and `above`, which is stored once it is used.
 
-        It is at least the time in seconds, so that it grows even if the state was lost in between.
+        It is at least the time in seconds, `clock_s` or now, so that it grows even if the state was lost in between.
         """
-        return max(self.get(kind).number, above, int(time.time()) - 1) + 1
+        now_s = time.time() if clock_s is None else clock_s
+        return max(self.get(kind).number, above, int(now_s) - 1) + 1
 
-    def snapshot(self, *, above: int = 0) -> Snapshot:
-        """Return the state for a job, with a number above one."""
+    def snapshot(self, *, above: int = 0, clock_s: float | None = None) -> Snapshot:
+        """Return the state for a job, with a number above one and of a time, as `free_number` does."""
         facts = (*(self.get(kind) for kind in _READ), self.heads_in_use())
         return Snapshot(
-            number=self.free_number(SubmissionSequence, above=above),
+            number=self.free_number(SubmissionSequence, above=above, clock_s=clock_s),
             facts={type(fact).__name__: msgspec.Raw(msgspec.json.encode(fact)) for fact in facts},
             last=self.outbox.newest_submission(),
             partition=self.image_groups.read(),

@@ -47,6 +47,7 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     min_devices: int | None
     pinned_backbones: tuple[bytes, ...]
     variable_time: bool
+    max_images: int | None
 
 
 class ListedImage(msgspec.Struct, frozen=True, array_like=True):

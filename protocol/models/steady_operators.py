@@ -26,7 +26,7 @@ _NAMES = (
     "LpNormalization LpPool MaxPool MeanVarianceNormalization RMSNormalization ReduceL1 ReduceL2 "
     "ReduceLogSum ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare Softmax "
     # Shapes and places
-    "Concat ConstantOfShape DepthToSpace Expand EyeLike Flatten Gather GatherElements GatherND "
+    "Col2Im Concat ConstantOfShape DepthToSpace Expand EyeLike Flatten Gather GatherElements GatherND "
     "OneHot Pad Range Reshape Resize ScatterElements ScatterND Shape Size Slice SpaceToDepth Split "
     "Squeeze Tile Transpose Trilu Unsqueeze Upsample "
 )
@@ -38,6 +38,7 @@ Without them are, with the factor between tensors of one shape in ONNX Runtime 1
 """
 
 _PUBLIC_INPUTS: Mapping[str, tuple[int, ...]] = {
+    "Col2Im": (1, 2),
     "ConstantOfShape": (0,),
     "CumSum": (1,),
     "Dropout": (1, 2),

@@ -3,6 +3,8 @@
 import contextlib
 import queue
 import threading
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -77,9 +79,16 @@ class PowerLossError(BaseException):
 class JobsBench:
     """Runs jobs one after the other, each to its end."""
 
-    def __init__(self, settings: Settings, store: DeviceState, *, show: ShowDryRun | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        store: DeviceState,
+        *,
+        show: ShowDryRun | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._happened: queue.SimpleQueue[JobEvent | BaseException] = queue.SimpleQueue()
-        self.jobs = Jobs(settings, store, emit=self._happened.put, show=show)
+        self.jobs = Jobs(settings, store, emit=self._happened.put, show=show, clock=clock)
         self.jobs.start()
 
     def wait_for(self, happens: threading.Event) -> None:
@@ -99,6 +108,24 @@ class JobsBench:
         while self.jobs.is_busy:
             ended = self._handle(self._happened.get(timeout=60)) or ended
         return ended
+
+    def run_until(
+        self, action: events.BuildSubmission | events.InstallHead, wait: Callable[[float], None]
+    ) -> events.SubmissionBuilt | events.HeadInstalled:
+        """Return what becomes of a job; `wait` is called with the time until which nothing happens."""
+        (self.jobs.build if isinstance(action, events.BuildSubmission) else self.jobs.install)(action)  # type: ignore[arg-type]
+        while True:
+            try:
+                ended = self._handle(self._happened.get(timeout=0.05))
+            except queue.Empty:
+                waiting = [each.begin_s for each in self.jobs._wanted]
+                held = [each.job.end_s for each in self.jobs._runners.values() if each.held and each.job]
+                if times := [*waiting, *held]:
+                    wait(min(times))
+                self.jobs.tick()
+                continue
+            if isinstance(ended, events.SubmissionBuilt | events.HeadInstalled):
+                return ended
 
     def _handle(self, happened: JobEvent | BaseException) -> events.Event | None:
         if isinstance(happened, BaseException):
