@@ -31,7 +31,7 @@ def render_status(status: Status, console: Console) -> None:
     status = msgspec.convert(_plain(msgspec.to_builtins(status)), Status)
     for line in _above(status):
         _print(console, *line)
-    console.print(_device_table(status.devices, status.counted))
+    console.print(_device_table(status.devices, status.counted, is_conditional=status.sums is not None))
     for line in _below(status):
         _print(console, *line)
 
@@ -126,13 +126,14 @@ def _enrollment(keys: Enrollment) -> str:
     return known + (f", {keys.revoked} revoked" if keys.revoked else "")
 
 
-def _device_table(devices: Sequence[Device], unit: str) -> Table:
+def _device_table(devices: Sequence[Device], unit: str, *, is_conditional: bool) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0))
     is_private = any(device.epsilon is not None for device in devices)
     table.add_column("device", overflow="fold")
     table.add_column("state", no_wrap=True)
     prototypes = "prototypes" if unit == "prototypes" else "images in\nprototypes"
-    for name in ("images", "classes", prototypes, "bytes", *(["epsilon"] if is_private else []), "head"):
+    epsilon = "conditional\nepsilon" if is_conditional else "epsilon"
+    for name in ("images", "classes", prototypes, "bytes", *([epsilon] if is_private else []), "head"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("held-out\naccuracy", no_wrap=True)
     for device in devices:

@@ -228,6 +228,7 @@ def _line(build: BuildSubmission, prepared: PreparedSubmission, item: UploadItem
             "loss": prepared.loss,
             "epsilon": None if cost is None else cost.epsilon,
             "total_epsilon": None if cost is None else cost.total_epsilon,
+            "conditional": True if prepared.mask is not None else None,
             "bytes": item.size_bytes,
         },
     )

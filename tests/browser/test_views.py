@@ -169,7 +169,7 @@ def test_privacy_panel(open_page: OpenPage, tmp_path: Path, scheme: str, screen:
             "Epsilon of a submission 2 of one image; delta 0.00001, conditional",
             "Epsilon of a device ≤ 4 of all its submissions, conditional",
             "Local epsilon 2.00 to both operators; conditional ones need an honest second operator",
-            "Greatest epsilon spent 3.60 1 device near the limit",
+            "Greatest epsilon spent 3.60 1 device near the limit, conditional",
             "Devices in a sum ≥ 2 25 % may add no noise",
             "Devices opened 2 in 1 list, and 2 in no head",
             "Devices requested 2",

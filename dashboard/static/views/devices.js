@@ -84,6 +84,8 @@ function Row({ row }) {
 }
 
 export function Devices({ status }) {
+  // With a second operator, an epsilon holds only if that operator is honest.
+  const titled = (title) => (title === "Epsilon" && status.sums ? "Conditional epsilon" : title);
   const [sort, setSort] = useState(["device", false]);
   const [filter, setFilter] = useState("");
   const [page, setPage] = useState(0);
@@ -107,7 +109,7 @@ export function Devices({ status }) {
       <table>
         <thead>
           <tr>
-            ${COLUMNS.map(([name, title]) => html`<${Heading} key=${name} ...${{ name, title, sort, setSort }} />`)}
+            ${COLUMNS.map(([name, title]) => html`<${Heading} key=${name} ...${{ name, title: titled(title), sort, setSort }} />`)}
             <th scope="col">Actions</th>
           </tr>
         </thead>

@@ -49,7 +49,7 @@ export function Privacy({ status }) {
       <${Figure}
         name="Greatest epsilon spent"
         value=${privacy.spent === null ? "none" : privacy.spent.toFixed(2)}
-        note=${`${counted(privacy.nearly_spent, "device")} near the limit`}
+        note=${`${counted(privacy.nearly_spent, "device")} near the limit${condition}`}
       />
       ${sums && html`<${Sums} sums=${sums} />`}
     </dl>

@@ -40,7 +40,7 @@ export function Summary({ status }) {
     />
     <${Figure} name="Stored" value=${bytes(uploaded)} />
     ${epsilons.length > 0 &&
-    html`<${Figure} name="Greatest epsilon" value=${Math.max(...epsilons).toFixed(2)} note="of ${epsilons.length} devices" />`}
+    html`<${Figure} name="Greatest epsilon" value=${Math.max(...epsilons).toFixed(2)} note=${`of ${epsilons.length} devices${status.sums ? ", conditional" : ""}`} />`}
     <${Figure} name="Refused messages" value=${refused} />
     ${QUOTAS.filter(([name]) => status.quotas[name].limit !== null).map(
       ([name, title, show]) =>
