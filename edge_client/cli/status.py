@@ -167,6 +167,7 @@ def adopt_spent_command(*, fleet: str, state: Path | None, epsilon: float | None
     """
     from edge_client.privacy.adoption import adopt_spent
 
+    open_state(state, fleet, read_only=True)  # raises where there is none, instead of creating one
     say(adopt_spent(open_state(state, fleet, lock=True), epsilon=epsilon, delta=delta))
 
 

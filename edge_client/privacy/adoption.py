@@ -4,14 +4,17 @@ A state folder that is lost, or restored from an older copy, would otherwise ren
 accidents: a dishonest aggregator can withhold the record.
 """
 
+import contextlib
 import logging
+import sys
 
 import msgspec
 
 from edge_client.config import Settings
-from edge_client.privacy.spending import MOST, spent_by
+from edge_client.privacy.spending import spent_by, total_epsilon
 from edge_client.store.device_state import DeviceState
 from edge_client.store.privacy_ledger import Ledger, Release
+from protocol.errors import PrivacyRefused
 from protocol.log import event
 from protocol.statistics.gaussian_privacy import STEPS, noise_multiplier
 from protocol.statistics.noisy_sums import epsilon_of_sums
@@ -34,7 +37,7 @@ def record_in(ledger: Ledger) -> tuple[Released, ...]:
 def adopt(store: DeviceState, settings: Settings, record: tuple[Released, ...]) -> bool:
     """Record the releases that the aggregator names and the ledger lacks; return whether it names all of the ledger's.
 
-    Nothing more is recorded once epsilon is infinite: the budget is spent.
+    Nothing more is recorded once the budget is exceeded, or epsilon is infinite.
 
     Raises:
         PrivacyRefused: releases of the ledger are lost.
@@ -42,22 +45,29 @@ def adopt(store: DeviceState, settings: Settings, record: tuple[Released, ...]) 
     """
     releases = store.ledger.releases()
     own, named = _kinds(releases), kinds_of(record)
-    lacking = list((named - own).elements())
-    for number, kind in enumerate(lacking, 1):
+    adopted, limit = 0, settings.max_epsilon or sys.float_info.max
+    for kind in (named - own).elements():
+        if total_epsilon(releases, delta=settings.max_delta) > limit:
+            break
+        adopted += 1
         unknown = _unknown(len(releases) + 1, kind.noise_multiplier, honest=kind.honest)
         counted = kind.images_per_person or None
         releases = (*releases, msgspec.structs.replace(unknown, images_per_person=counted))
-        spent = spent_by(releases, delta=settings.max_delta, settings=settings, adopted=number)
+        spent = spent_by(releases, delta=settings.max_delta, settings=settings, adopted=adopted)
         store.ledger.charge(releases[-1], spent)
-        if spent.total_epsilon == MOST:
-            break
-    if lacking:
-        event(log, logging.WARNING, ADOPTED, releases=len(lacking))
+    if adopted:
+        event(log, logging.WARNING, ADOPTED, releases=adopted)
     return not own - named
 
 
 def adopt_spent(store: DeviceState, *, epsilon: float | None, delta: float) -> str:
     """Repair a damaged ledger with what is left of it, add a release that costs `epsilon`; return what follows."""
+    if epsilon is None:
+        with contextlib.suppress(PrivacyRefused):
+            store.ledger.releases()
+            return (
+                "the record is intact: the device adopts by itself what the aggregator has stored beside it"
+            )
     left = store.ledger.left()
     if epsilon is not None:
         # The next smaller multiplier, since this one costs at most epsilon.

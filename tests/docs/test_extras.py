@@ -45,6 +45,7 @@ EDGE_CLIENT = {
     "status": ["status", "--state", "{folder}/device"],
     "watch": ["watch", "{folder}", "--state", "{folder}/device"],
     "take-over": ["take-over", "--state", "{folder}/device"],
+    "adopt-spent": ["adopt-spent", "--state", "{folder}/device"],
     "make-key": ["make-key", "{folder}/signing.key"],
 }
 AGGREGATOR = {
@@ -96,7 +97,7 @@ COMMANDS = [
 ]
 WITHOUT_EXTRAS = (
     *("enroll", "enroll-broker", "enroll-sums", "revoke", "forget", "reset-key", "issue-key"),
-    *("rotate-key", "rollback", "promote", "release", "take-over", "make-key"),
+    *("rotate-key", "rollback", "promote", "release", "take-over", "make-key", "adopt-spent"),
 )
 """Commands that need none."""
 

@@ -1,6 +1,5 @@
 """A dead card, or one restored from an older copy, renews no budget: devices adopt the aggregator's record."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -89,15 +88,15 @@ def test_device_that_was_restored_from_an_older_copy_adopts_what_it_lacks(
     device.begin()
     device.stop()
     device.store.close()
-    shutil.copytree(tmp_path / "state", tmp_path / "copy")
+    ledger = {name: (tmp_path / "state" / name).read_bytes() for name in ("device.sqlite", "releases")}
     image_file(tmp_path / "data/cat/new.png", noise())
     device.start(max_epsilon=None).connect()
     (named,) = {each.releases for each in device.records[-1:]}
     assert named == (Released(WANTED.noise_multiplier, 1, 2),)
     device.stop()
     device.store.close()
-    shutil.rmtree(tmp_path / "state")
-    shutil.copytree(tmp_path / "copy", tmp_path / "state")
+    for name, data in ledger.items():
+        (tmp_path / "state" / name).write_bytes(data)
     image_file(tmp_path / "data/cat/new.png", noise(seed=1))
     device.named = named
     device.begin()
@@ -128,10 +127,11 @@ def test_a_record_that_the_aggregator_has_not_signed_costs_no_budget(device: Pri
 
 
 def test_a_dishonest_record_ends_once_the_budget_is_spent(device: PrivateDevice) -> None:
-    """It spends the budget, and not the disk."""
+    """It spends the budget, and not the disk, also if it comes again."""
     device.named = (Released(0.3, 1, 100_000),)
-    device.begin()
-    assert len(device.store.ledger.releases()) < 10
+    for _ in range(2):
+        device.begin()
+        assert len(device.store.ledger.releases()) == 1
     assert device.status["problem"] == BUDGET
 
 
@@ -161,3 +161,16 @@ def test_adopt_spent_repairs_a_lost_record(
     device.begin()
     assert device.status["problem"] == BUDGET
     assert len(device.store.ledger.releases()) == len(releases)
+
+
+def test_adopt_spent_leaves_an_intact_record(device: PrivateDevice, tmp_path: Path) -> None:
+    """The key of a release that is not built yet stays; a folder without a state gets none."""
+    device.begin()
+    device.stop()
+    device.store.close()
+    before = (tmp_path / "state" / "device.sqlite").read_bytes()
+    done = CliRunner().invoke(cli, ["adopt-spent", "--state", str(tmp_path / "state")])
+    assert (done.exit_code, "the record is intact" in done.output) == (0, True)
+    assert (tmp_path / "state" / "device.sqlite").read_bytes() == before
+    assert CliRunner().invoke(cli, ["adopt-spent", "--state", str(tmp_path / "none")]).exit_code != 0
+    assert not (tmp_path / "none").exists()
