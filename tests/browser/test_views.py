@@ -176,7 +176,7 @@ def test_privacy_panel(open_page: OpenPage, tmp_path: Path, scheme: str, screen:
             "Devices waiting 1 in no list",
         ]
         keys = dashboard.page.locator("#privacy code[title]").all_inner_texts()
-        assert keys == ["c" * 16, b"a".hex() * 8, b"b".hex() * 8]
+        assert keys == ["c" * 16, b"b".hex() * 8, b"a".hex() * 8]
         lists = sums_of(store.facts, TASK)
         assert lists.pending is not None
         put_sums(store.facts, replace(lists, pending=replace(lists.pending, problem="e is not listed")))
