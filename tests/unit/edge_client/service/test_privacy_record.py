@@ -109,12 +109,12 @@ def test_device_that_was_restored_from_an_older_copy_adopts_what_it_lacks(
 
 def test_an_adopted_release_keeps_its_unit(device: PrivateDevice) -> None:
     """One image can displace another one of its person: the release costs as one of twice the rows."""
-    device.named = (Released(6.0, 1, 1, 3),)
+    device.named = (Released(40.0, 1, 1, 3),)
     device.begin()
     (adopted, own) = device.store.ledger.releases()
     assert (adopted.images_per_person, own.images_per_person) == (3, None)
     assert device.spent.total_epsilon == pytest.approx(
-        closed_form({6.0 / 2: 1, WANTED.noise_multiplier: 1}, WANTED.delta) + 2 * MAX_DISCRETENESS, rel=1e-3
+        closed_form({40.0 / 2: 1, WANTED.noise_multiplier: 1}, WANTED.delta) + 2 * MAX_DISCRETENESS, rel=1e-3
     )
 
 
