@@ -1,6 +1,6 @@
 """`python -m research noisy-sums`: differential privacy on sums, beside noisy prototypes of the same features."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ def accuracy_of_sums(
 
     Sums of discrete Gaussians are discrete Gaussian but for e^-88 (Kairouz, Liu and Steinke 2021, theorem 9).
     """
-    chosen = np.concatenate(list(_drawn(data, images // data.classes, seed)))
+    chosen = drawn(data, images, seed)
     rows, labels = every_row[chosen], data.train_labels[chosen]
     if epsilon is None:
         exact = RowSums(rows.shape[1])
@@ -93,10 +93,11 @@ def accuracy_of_sums(
     return float((logits.argmax(axis=1) == data.test_labels).mean())
 
 
-def _drawn(data: Features, per_class: int, seed: int) -> Iterator[NDArray[np.intp]]:
+def drawn(data: Features, images: int, seed: int) -> NDArray[np.intp]:
+    """Return the numbers of so many training images, equally many of each class, as far as there are."""
     random = np.random.default_rng(seed)
-    for label in range(data.classes):
-        yield random.permutation(np.flatnonzero(data.train_labels == label))[:per_class]
+    every_class = [np.flatnonzero(data.train_labels == label) for label in range(data.classes)]
+    return np.concatenate([random.permutation(each)[: images // data.classes] for each in every_class])
 
 
 def accuracy_of_prototypes(

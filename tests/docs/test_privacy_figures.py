@@ -29,16 +29,25 @@ def hidden_images(multiplier: float) -> float:
 @pytest.mark.parametrize("epsilon", [1, 8])
 def test_epsilon_and_guesses_by_the_number_of_a_persons_images(epsilon: int) -> None:
     """Equal images are one Gaussian event of a multiple of the sensitivity; the best guess has Phi(mu / 2)."""
-    mu = [images / multiplier_of(epsilon) for images in (1, 2, 5, 10)]
-    epsilons = [closed_form({1 / each: 1}, 1e-5) for each in mu]
-    shown = [f"{each:.0f}" if each > 100 else f"{each:.1f}" for each in epsilons]
-    assert f"| epsilon, where one image has {epsilon} | {' | '.join(shown)} |" in PRIVACY
-    guesses = [f"{math.ceil(100 * NormalDist().cdf(each / 2))}" for each in mu]
-    assert f"| a guess is correct at most, of 100 | {' | '.join(guesses)} |" in PRIVACY
-    assert f"{guesses[0]} times" in PROTECTION
+    mu = [images / multiplier_of(epsilon) for images in (1, 10)]
+    one, ten = (f"{math.ceil(100 * NormalDist().cdf(each / 2))}" for each in mu)
+    assert f"{one} times" in PROTECTION
     if epsilon == 1:
-        assert f"becomes one of {shown[3]}: " in PROTECTION
-        assert f"is correct in up to {guesses[3]} of 100 cases" in PROTECTION
+        assert f"becomes one of {closed_form({1 / mu[1]: 1}, 1e-5):.1f}: " in PROTECTION
+        assert f"is correct in up to {ten} of 100 cases" in PROTECTION
+
+
+@pytest.mark.parametrize("epsilon", [1, 4])
+@pytest.mark.parametrize(("unit", "rows"), [("image", 1), ("person, at most 10 images", 10)])
+def test_measured_membership_by_a_persons_images_is_the_promised_one(
+    unit: str, rows: int, epsilon: int
+) -> None:
+    """Within the error of a thousand releases: equal images have the area Phi(mu / sqrt 2)."""
+    (line,) = (each for each in PROTECTION.splitlines() if each.startswith(f"| {unit} | {epsilon} |"))
+    shown = [float(each) for each in line.split("|")[3:-1]]
+    z = rows * multiplier_of(epsilon)
+    exact = [100 * NormalDist().cdf(images / z / math.sqrt(2)) for images in (1, 2, 5, 10)]
+    assert shown == pytest.approx(exact, abs=2.5)
 
 
 def test_what_a_devices_share_of_the_noise_hides() -> None:

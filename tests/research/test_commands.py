@@ -30,7 +30,7 @@ from research.poisoning import squares
 from research.poisoning.prototypes import METHODS
 from research.poisoning.rare_class import ATTACKS as RARE_CLASSES
 from research.poisoning.statistics import ATTACKS as FALSE_SUMS
-from research.privacy import directions, measurement, noisy_sums
+from research.privacy import directions, measurement, noisy_sums, persons
 from research.privacy.blocks import command as principal_prototypes
 from research.privacy.blocks import membership, row_decoder
 from research.privacy.blocks.uploads import Pool
@@ -189,6 +189,32 @@ def test_noisy_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rivals = [each["prototypes"][0] for each in runs if "prototypes" in each]
     assert len(rivals) == 2
     assert rivals[0] < rivals[1]
+
+
+def test_persons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More images of a person need more noise, and an image's noise does not hide ten of a person."""
+    made = domain(1, classes=5, images=400)
+    for module in (noisy_sums, persons):
+        monkeypatch.setattr(module, "load_features", lambda _name, **_: made)
+    arguments = ["--data", "mnist", "--images", "400", "--seed", "0", "--size", "12", "--releases", "100"]
+    arguments += [
+        "--devices",
+        "1",
+        "--epsilon",
+        "32",
+        "--images-per-person",
+        "1",
+        "--images-per-person",
+        "10",
+    ]
+    runs = run(tmp_path, "persons", *arguments)["runs"]
+    found = {each["k"]: each["sums"][0] for each in runs if "sums" in each}
+    assert found[1] > found[10]
+    aucs = {(each["k"], each["epsilon"]): each["auc"]["10"] for each in runs if "auc" in each}
+    assert aucs[1, 4.0] > 0.95 > aucs[10, 4.0]
+    kinds = [each for each in runs if "clipped" in each]
+    assert [each["persons"] for each in kinds] == ["alike, one class", "one class", "any class"]
+    assert 1 < kinds[2]["length"] < kinds[1]["length"] <= 10
 
 
 def test_hierarchical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
