@@ -19,13 +19,14 @@ from msgspec.structs import replace
 from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.statistics.feature_map import FINE_LEVELS, FeatureMap, selected
-from aggregator.config.privacy import PrivacyBudget, PrivacySettings
+from aggregator.config.privacy import PrivacyBudget, PrivacySettings, SumsSettings
 from aggregator.config.schema import Client, TaskFile
 from aggregator.config.task_file import load_task
 from aggregator.coordination.rollout_state import State, Trial
 from aggregator.coordination.round_state import Entry
 from aggregator.graphs.head_export import mapped
 from aggregator.heads.next_head import job_of
+from aggregator.security.seal_key import own_seal_key, public_seal_key
 from aggregator.status.collect import collect_status
 from aggregator.storage.blobs import FolderBlobs
 from aggregator.storage.heads import HeadRecord
@@ -60,7 +61,15 @@ from protocol.models.onnx_metadata import BackboneMetadata, Block, HeadMetadata,
 from protocol.statistics.noisy_sums import epsilon_of_sums
 from protocol.statistics.public_map import PublicMap
 from protocol.wire.codec import digest_of, encode
-from protocol.wire.messages import BlobRef, DifferentialPrivacy, Perturbation, Statistics, TaskManifest
+from protocol.wire.messages import (
+    BlobRef,
+    DifferentialPrivacy,
+    Perturbation,
+    SecondOperator,
+    Statistics,
+    TaskManifest,
+)
+from sums_operator.state import make_operator, make_task
 from tests.support.graphs.backbones import tiny_backbone, tiny_metadata
 from tests.support.messages.heads import initial_state, plan_head
 from tests.support.messages.jobs import head_job, workspace
@@ -119,6 +128,43 @@ def test_noise_that_devices_refuse_is_no_task(classes: int, size: int, epsilon: 
     task = TaskFile(classes=names, backbones=("b",), privacy=PrivacySettings(dp=budget))
     with pytest.raises(ConfigError, match=error):
         task_manifest(task, [REFERENCE], statistics=Statistics(map=REFERENCE, size=size))
+
+
+def test_card_of_a_second_operator_is_for_one_task(store: Store, tmp_path: Path) -> None:
+    """The manifest has both keys to seal to; a key of an earlier task's list, or one that is not signed, is refused."""
+    (tmp_path / "tiny.onnx").write_bytes(tiny_backbone(feature_size=12))
+    (tmp_path / "public.map").write_bytes(
+        PublicMap(np.zeros(12, np.float32), np.zeros((5, 12), np.float32)).to_bytes()
+    )
+    make_operator(tmp_path / "sums")
+    seal_key = make_task(tmp_path / "sums", card := tmp_path / "card.toml")
+
+    def prepared(epsilon: float) -> SecondOperator:
+        budget = PrivacyBudget(epsilon=epsilon, map=str(tmp_path / "public.map"), max_epsilon=8.0)
+        sums = SumsSettings(operator=str(card), min_devices=2)
+        task = TaskFile(
+            classes=("a", "b"),
+            backbones=("tiny.onnx",),
+            algorithm="statistics",
+            privacy=PrivacySettings(dp=budget, sums=sums),
+        )
+        made = prepare_task(task, [tmp_path / "tiny.onnx"], store=store)
+        assert made.manifest.second_operator is not None
+        return made.manifest.second_operator
+
+    first = prepared(2.0)
+    assert first.seal_key.hex() == seal_key
+    assert first.aggregator_key == public_seal_key(own_seal_key(store))
+    assert prepared(3.0) == first, "no list was made"
+    put_sums(store.facts, SumLists(bytes(32), seal_key=seal_key))
+    with pytest.raises(ConfigError, match="an earlier task has this seal key"):
+        prepared(2.0)
+    text = card.read_text()
+    make_task(tmp_path / "sums", card := tmp_path / "later.toml")
+    assert prepared(2.0) != first
+    card.write_text(text.replace(seal_key, "0" * 64))
+    with pytest.raises(ConfigError, match="is not signed"):
+        prepared(2.0)
 
 
 def test_public_map_must_be_of_the_backbones(store: Store, tmp_path: Path) -> None:
