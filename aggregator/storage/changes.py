@@ -1,7 +1,7 @@
 """One counter of the changes that decisions depend on: what was read at a number holds until there is a greater one.
 
-Submissions, heads, evaluations, keys, quarantine and forgotten devices are changes; presence, reports of devices, usage,
-refusals and the progress of a training are not: a decision that reads them has to be made as time passes.
+Submissions, heads, evaluations, keys, quarantine and forgotten devices are changes; presence, reports of devices,
+usage, refusals and the progress of a training are not: a decision that reads them has to be made as time passes.
 
 Write transactions run one after the other, so that a greater number is a later one.
 """
