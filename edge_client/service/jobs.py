@@ -84,6 +84,9 @@ MAX_END_S = 1.0
 MAX_DECODING_S = 3600.0
 """Time after which a job that names no further image is ended: a decoder hangs. A graph has limits of its own."""
 
+MAX_PAUSE_S = 1.0
+"""How long the loop waits for the time of a publication: ticks of an idle loop come twice a second."""
+
 MAX_LINES = 100
 """Lines of native code that are logged for each job; a library may write hundreds for each image."""
 
@@ -211,9 +214,7 @@ class Jobs:
                 begin_s = next_slot_s(begin_s, period_s, device=self._settings.device_id, task=build.task)
             wanted.begin_s, wanted.end_s = begin_s, begin_s + period_s
             in_s = round(wanted.end_s - self._clock())
-            event(
-                log, logging.INFO, "a submission will be built, and uploaded at a time of its slot", in_s=in_s
-            )
+            event(log, logging.INFO, "private submission ordered, it is uploaded at a fixed time", in_s=in_s)
         self._built_task = build.task
         self._wanted.append(wanted)
         self._start_next()
@@ -247,8 +248,12 @@ class Jobs:
         if any(wanted.order is None for wanted in self._wanted):
             self._start_next()
         for runner in self._runners.values():
-            if runner.job is not None and runner.held is not None and self._is_due(runner.job.end_s):
-                self._emit(Due(runner))
+            if runner.job is not None and runner.held is not None:
+                # Exactly then: when ticks come depends on when the job ended.
+                if 0 < (left_s := runner.job.end_s - self._clock()) <= MAX_PAUSE_S:
+                    time.sleep(left_s)
+                if self._is_due(runner.job.end_s):
+                    self._emit(Due(runner))
         for slot, runner in tuple(self._runners.items()):
             is_idle = runner.job is None and not runner.is_starting
             if is_idle and time.monotonic() > runner.idle_since_s + IDLE_S:
