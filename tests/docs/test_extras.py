@@ -73,6 +73,8 @@ SIMULATION, COMPARISON = (
 PUBLIC_MAP = ["public-map", "{folder}", "--backbone", "{folder}/task.toml", "--out", "{folder}/public.map"]
 SUMS = {
     "init": ["{folder}/sums"],
+    "new-task": ["{folder}/none", "{folder}/card.toml"],
+    "end-task": ["{folder}/none", "7f83b1657ff1fc53"],
     "run": ["--state", "{folder}", "--broker", "127.0.0.1:9", "--fleet", "barn"],
     "status": ["--state", "{folder}"],
 }

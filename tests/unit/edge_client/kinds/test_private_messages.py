@@ -52,7 +52,7 @@ DECISIONS: dict[type[Any], dict[str, str]] = {
     },
     messages.BlobRequest: {"v": "constant", **dict.fromkeys(["digest", "offset", "length"], "no image")},
     messages.PrivacyRecord: {"v": "constant", **dict.fromkeys(["releases", "key", "signature"], "no image")},
-    messages.Released: dict.fromkeys(["noise_multiplier", "honest", "times"], "no image"),
+    messages.Released: dict.fromkeys(["noise_multiplier", "honest", "times", "images_per_person"], "no image"),
     messages.Tensor: dict.fromkeys(["dtype", "shape", "data"], "noisy"),
 }  # fmt: skip
 
