@@ -42,7 +42,7 @@ algorithms that use the setting; empty for all of them that use its table. *new 
 LINKS = {
     "algorithm": "[Which one](../which-algorithm.md)",
     "layers": "[How to export them](../export.md#layers)",
-    "client.batch_size": "[Why](../privacy.md#sums-of-single-images)",
+    "client.batch_size": "[Why](../without-noise.md#sums-of-single-images)",
     "training.recipe": "[Why](../adr/0076-choice-of-head.md)",
     "training.calibrate": "[Calibrated heads](heads.md#calibrated-heads)",
     "training.engine": "[Ray](ray.md)",
@@ -51,7 +51,7 @@ LINKS = {
     "limits.max_devices": "[Quotas](many-fleets.md#quotas)",
     "rollout.canary_fraction": "[Rollout](heads.md)",
     "rollout.min_canaries": "[When](heads.md#after-the-activation)",
-    "privacy.perturbation.on": "[Privacy](../privacy.md#perturbation)",
+    "privacy.perturbation.on": "[Privacy](../without-noise.md#perturbation)",
     "privacy.dp.epsilon": "[Privacy](../privacy.md#differential-privacy)",
     "fedpcl.prior": "[Class prior](../rounds.md#the-class-prior)",
 }

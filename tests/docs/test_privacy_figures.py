@@ -12,8 +12,9 @@ from protocol.statistics.noisy_sums import UNITS, deviations, epsilon_of_sums, s
 from tests.unit.protocol.statistics.test_gaussian_privacy import closed_form
 
 DOCS = Path(__file__).parents[2] / "docs"
-PRIVACY, PROTECTION = (
-    (DOCS / name).read_text(encoding="utf-8") for name in ("privacy.md", "data-protection.md")
+PRIVACY, SECURE_SUMS, PROTECTION = (
+    (DOCS / name).read_text(encoding="utf-8")
+    for name in ("privacy.md", "secure-sums.md", "data-protection.md")
 )
 
 
@@ -63,7 +64,7 @@ def test_what_a_devices_share_of_the_noise_hides() -> None:
     assert f"about {math.sqrt(2) * hidden_images(multiplier_of(1)):.0f} images more or fewer" in PROTECTION
     ten, hundred = (f"{closed_form({each: 1}, 1e-5):.1f}" for each in shares)
     assert f"the epsilon is then {ten} or {hundred}" in PROTECTION
-    assert f"one device's has {ten} with a `min_devices` of 10, and {hundred} with 100" in PRIVACY
+    assert f"one device's has {ten} with a `min_devices` of 10, and {hundred} with 100" in SECURE_SUMS
 
 
 @pytest.mark.parametrize(("epsilon", "auc"), [(1, 57.5), (8, 88.1)])

@@ -1,4 +1,4 @@
-"""Attackers of a fleet with a second operator, on real programs: the table of docs/privacy.md#secure-sums."""
+"""Attackers of a fleet with a second operator, on real programs: the table of docs/secure-sums.md."""
 
 import itertools
 import shutil
