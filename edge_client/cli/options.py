@@ -151,7 +151,8 @@ data_option = setting(
     "--data",
     type=click.Path(path_type=Path),
     default=Path("data"),
-    help="Directory with one subdirectory of images per class, or a CSV file with the columns path,label.",
+    help="Directory with one subdirectory of images per class, or a CSV file with the columns path,label and perhaps "
+    "person.",
 )
 member_options = _all_of(
     config_option,
