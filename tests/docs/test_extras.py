@@ -307,14 +307,14 @@ def build(source: Path, target: str, out: Path) -> Path:
 
 
 @needs_hatchling
-def test_wheel_holds_code_and_the_device_page_only(source: Path, tmp_path: Path) -> None:
-    """Every Python file of the packages, their py.typed, the device's page, and the wheel's own metadata."""
+def test_wheel_holds_code_vectors_and_the_device_page_only(source: Path, tmp_path: Path) -> None:
+    """Every Python file, py.typed, test vector and page of the packages, and the wheel's own metadata."""
     with zipfile.ZipFile(build(source, "wheel", tmp_path)) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     code = {
         str(file.relative_to(ROOT))
         for package in PACKAGES
-        for pattern in ("*.py", "py.typed", "page/*.*")
+        for pattern in ("*.py", "py.typed", "page/*.*", "vectors/*.json")
         for file in (ROOT / package).rglob(pattern)
     }
     assert names == code
