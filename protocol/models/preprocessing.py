@@ -1,9 +1,10 @@
 """Preprocess images for a backbone, identically in the exporter and on devices.
 
 The rules, including their rounding, are those of timm's evaluation transform (``transforms_imagenet_eval``) on
-Pillow images, without the normalization, which is a part of the backbone's graph. Two rules differ: an image is what
-a viewer shows on a white page, where timm reads the hidden pixels under transparency, and 16 bits are scaled to 8,
-where Pillow clips them.
+Pillow images, without the normalization, which is a part of the backbone's graph. Three rules differ: an image is what
+a viewer shows on a white page, where timm reads the hidden pixels under transparency, 16 bits are scaled to 8, where
+Pillow clips them, and the width is resized before the height, where Pillow from version 13 on begins with the height of
+tall images. `docs/protocol.md` states all rules, for other implementations.
 """
 
 import math
@@ -61,12 +62,14 @@ def preprocess(image: Image.Image, spec: Preprocessing) -> NDArray[np.uint8]:
     """
     rgb = to_rgb(image)
     width, height = _resized_size(rgb.width, rgb.height, spec)
-    if width * height > MAX_RESIZED_PIXELS:
+    if width * max(height, rgb.height if width > rgb.width else 0) > MAX_RESIZED_PIXELS:
         raise UnreadableImage(
             f"an image of {rgb.width} x {rgb.height} pixels would be {width} x {height} after resizing; "
             "crop it to a less extreme aspect ratio"
         )
-    resized = rgb.resize((width, height), Image.Resampling[spec.interpolation.upper()])
+    resampling = Image.Resampling[spec.interpolation.upper()]
+    wide = rgb if rgb.width == width else rgb.resize((width, rgb.height), resampling)
+    resized = wide.resize((width, height), resampling)
     canvas = Image.new("RGB", (spec.width, spec.height), spec.fill)
     canvas.paste(resized, (-_crop_start(width, spec.width), -_crop_start(height, spec.height)))
     return np.asarray(canvas)

@@ -118,8 +118,18 @@ def timm_preprocess(image: Image.Image, spec: Preprocessing) -> NDArray[np.uint8
         mean=[level / 255 for level in spec.fill],
         normalize=False,
     )
-    pixels: NDArray[np.uint8] = transform(image.convert("RGB")).numpy().transpose(1, 2, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Image.Image, "resize", width_first)
+        pixels: NDArray[np.uint8] = transform(image.convert("RGB")).numpy().transpose(1, 2, 0)
     return pixels
+
+
+RESIZE = Image.Image.resize
+
+
+def width_first(image: Image.Image, size: tuple[int, int], resampling: Any = None) -> Image.Image:
+    """Resize as Pillow does below version 13; later ones begin with the height of tall images."""
+    return RESIZE(RESIZE(image, (size[0], image.height), resampling), size, resampling)
 
 
 edges = st.integers(1, 70)
@@ -212,6 +222,15 @@ def test_sixteen_bit_gray_keeps_its_shades(mode: str) -> None:
 def test_empty_or_extreme_image_is_refused(size: tuple[int, int], reason: str) -> None:
     with pytest.raises(UnreadableImage, match=reason):
         preprocess(Image.new("RGB", size), Preprocessing(height=224, width=224))
+
+
+def test_image_that_is_extreme_with_its_new_width_is_refused() -> None:
+    """It has 224 x 224 pixels in the end, and 224 x 75,000 before its height is resized."""
+    spec = Preprocessing(height=224, width=224, crop_mode="squash")
+    preprocess(Image.new("RGB", (1, 74_000)), spec)
+    preprocess(Image.new("RGB", (300, 75_000)), spec)
+    with pytest.raises(UnreadableImage, match="1 x 75000 .* 224 x 224"):
+        preprocess(Image.new("RGB", (1, 75_000)), spec)
 
 
 @pytest.mark.parametrize(
