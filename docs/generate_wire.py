@@ -40,7 +40,10 @@ MESSAGES = """\
 Each is a map of these fields, `type`, and `v`: the protocol version (integer, 0 to 65,535, required). `Frame` is an
 array: its type, and then the fields in the order of its table.
 """
-PARTS = "Maps inside messages, without `type` and `v`. `Tensor` is an array of its fields, in the order of its table.\n"
+PARTS = """\
+Maps inside messages, without `type` and `v`. `Tensor`, `Confused` and `Released` are arrays of their fields, in the
+order of their tables.
+"""
 
 
 def meanings(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, str]]:

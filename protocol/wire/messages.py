@@ -586,7 +586,8 @@ class Evaluation(Message, frozen=True, kw_only=True, tag="evaluation"):
     Sent in frames on `up`. Without held-out images, the fields that may be absent are absent. `confidence_images` is
     present with `confidence_correct`, and counts as many images as `correct` and `incorrect`.
 
-    Let p be the probability of the head's best class, q the sum of the other classes' probabilities, and z = ln(p / q).
+    Let p be the probability of the head's best class (the first of equal ones), q the sum of the other classes'
+    probabilities, both in IEEE 754 double precision, and z = ln(p / q).
     Bin i, from 0 to 31, has the images with -4 + i / 2 <= z < -4 + (i + 1) / 2. The first bin also has the images
     below, the last one the images above and those with q = 0.
     """
@@ -610,7 +611,8 @@ class Evaluation(Message, frozen=True, kw_only=True, tag="evaluation"):
     confidence_images: PerBin | msgspec.UnsetType = msgspec.UNSET
     """All held-out images in each bin."""
     novelty_images: PerBin | msgspec.UnsetType = msgspec.UNSET
-    """All held-out images in each bin of novelty, bin i from i / 32; absent if the head has no novelty."""
+    """All held-out images in each bin of novelty, bin i from i / 32, the last one without a limit; absent if the head
+    has no novelty."""
     confused: Annotated[tuple[Confused, ...], Meta(max_length=MAX_CONFUSED)] | msgspec.UnsetType = (
         msgspec.UNSET
     )

@@ -229,7 +229,7 @@ def test_image_that_is_extreme_with_its_new_width_is_refused() -> None:
     spec = Preprocessing(height=224, width=224, crop_mode="squash")
     preprocess(Image.new("RGB", (1, 74_000)), spec)
     preprocess(Image.new("RGB", (300, 75_000)), spec)
-    with pytest.raises(UnreadableImage, match="1 x 75000 .* 224 x 224"):
+    with pytest.raises(UnreadableImage, match=r"1 x 75000 .* 224 x 224"):
         preprocess(Image.new("RGB", (1, 75_000)), spec)
 
 
