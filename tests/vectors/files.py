@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tests.vectors import figures, images, messages, signatures, transfers
+from tests.vectors import figures, images, messages, presences, signatures, transfers
 
 FOLDER = Path(__file__).parents[2] / "protocol" / "vectors"
 
@@ -20,6 +20,7 @@ FILES = {
     "frames.json": transfers.vectors,
     "signatures.json": signatures.vectors,
     "trust.json": signatures.trust,
+    "presence.json": presences.vectors,
     "preprocessing.json": images.vectors,
     "outlier_filter.json": figures.outlier_filter,
     "prototypes.json": figures.prototypes,

@@ -23,6 +23,7 @@ from protocol.statistics.confidence import confidence_bins, novelty_bins
 from protocol.wire.canary_rank import canary_rank
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import Frame, KeyCertificate, Message, Presence, PrivacyRecord
+from protocol.wire.presence import Start, observe
 from protocol.wire.quantization import dequantize, quantize
 from protocol.wire.signing import (
     is_own_presence,
@@ -224,6 +225,15 @@ def test_manifests_are_trusted_or_refused(case: dict[str, Any]) -> None:
         reason, trust = received(bytes.fromhex(step["bytes"]), step["channel"], trust)
         assert reason == step["refused"]
         assert shown_trust(trust).items() <= step["trust"].items()
+
+
+@pytest.mark.parametrize("case", cases("presence", "sequences"), ids=lambda case: case["name"])
+def test_duplicates_react_to_presences(case: dict[str, Any]) -> None:
+    own = Start(case["epoch"], bytes.fromhex(case["instance"]))
+    for step in revived(case["steps"]):
+        instance = bytes.fromhex(step["instance"])
+        own, reaction = observe(own, Presence(state=step["state"], epoch=step["epoch"], instance=instance))
+        assert (reaction.name.lower(), own.epoch) == (step["reaction"], step["epoch_after"])
 
 
 def test_manifest_expires() -> None:
