@@ -1,7 +1,7 @@
 """`aggregator init` and `aggregator check`: a task file, written and checked."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,7 +149,7 @@ def _check(path: Path) -> None:
     size = len(selected(columns, sum(each.feature_size for each in described.values())))
     classes = counted(len(task.classes), "class", "classes")
     say(f"task       fleet {task.fleet}, {task.algorithm}, {classes}, {size} features")
-    for note in _notes(task):
+    for note in (*_notes(task), *_time(task, files)):
         say(f"note       {note}")
     say(f"{path} is valid")
 
@@ -190,6 +190,24 @@ def _unit(budget: "PrivacyBudget") -> Iterator[str]:
     )
     if most > 1:
         yield f"the noise is that of {most} images: the same accuracy needs about {most} times the images of 1"
+
+
+def _time(task: "TaskFile", backbones: Sequence[Path]) -> Iterator[str]:
+    """Yield what time tells about images under differential privacy, and which backbones devices refuse for it."""
+    if task.privacy.dp is None:
+        return
+    from protocol.models.slots import mapped
+    from protocol.models.steady_operators import unsteady_operators
+
+    for file in backbones:
+        if operators := unsteady_operators(mapped(file)):
+            yield (
+                f"devices refuse {file}: its work depends on images ({', '.join(operators)}): use another backbone; "
+                "where an owner allows it (--variable-time), time can reveal single images"
+            )
+    yield (
+        "the time of an upload shows how long its build took: owners give --upload-period-s to edge-client to hide it"
+    )
 
 
 def _notes(task: "TaskFile") -> list[str]:

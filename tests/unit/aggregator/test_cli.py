@@ -24,6 +24,7 @@ from sums_operator.state import make_operator, make_task, read_keys
 from tests.support.fleets.aggregator_process import PROGRAM, run_aggregator, write_task
 from tests.support.fleets.closed_fleet import FLEET, ClosedFleet, findings, statuses
 from tests.support.graphs.backbones import tiny_backbone
+from tests.support.graphs.hostile_graphs import loops_on_white
 from tests.support.messages.submissions import SERVED
 from tests.support.network.brokers import Mosquitto, free_address, needs_mosquitto
 
@@ -351,6 +352,19 @@ def test_check_says_the_unit_and_warns_of_a_fleet_that_is_too_small_for_its_nois
     )
     assert expected in done.output
     assert words in done.output
+
+
+def test_check_names_a_backbone_that_private_devices_refuse(folder: Path) -> None:
+    """One whose time depends on images."""
+    (folder / "m").touch()
+    (folder / "loop.onnx").write_bytes(loops_on_white())
+    task = 'classes = ["a", "b"]\nalgorithm = "statistics"\n[privacy.dp]\nepsilon = 1\nmap = "m"\nmax_epsilon = 9\n'
+    for name, is_refused in (("tiny.onnx", False), ("loop.onnx", True)):
+        (folder / "task.toml").write_text(f'backbones = ["{name}"]\n{task}')
+        done = _run("check", "task.toml")
+        assert done.exit_code == 0, done.output
+        assert ("its work depends on images (" in done.output) == is_refused
+        assert "owners give --upload-period-s to edge-client to hide it" in done.output
 
 
 @pytest.fixture
