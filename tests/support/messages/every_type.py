@@ -261,7 +261,7 @@ def _builtin_values(  # noqa: PLR0911 - one return for each type
     least, most = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
     size = {"min_size": bounds.get("min_length", 0)}
     if kind is int:
-        return st.integers(least, most)
+        return st.integers(least, most).filter(lambda value: value != bounds.get("lt"))
     if kind is float:
         return st.floats(least, most, exclude_min="gt" in bounds, exclude_max="lt" in bounds, allow_nan=False)
     if kind is bytes:
