@@ -54,14 +54,14 @@ def coarse_range(limits: NDArray[np.float16]) -> tuple[NDArray[np.uint8], NDArra
     """
     ends = np.array([limits[0].min(), limits[1].max()])
     low, step = _low_and_step(ends)
-    steps = (limits - low) / (step or 1)
+    steps = (limits.astype(np.float32) - low) / (step or np.float32(1))  # NumPy 1 would compute in float16
     return np.clip([np.floor(steps[0]), np.ceil(steps[1])], 0, STEPS).astype(np.uint8), ends
 
 
 def exact_range(integers: NDArray[np.uint8], ends: NDArray[np.float16]) -> NDArray[np.float32]:
     """Return the ranges (2, L) of integers (2, L), and of the lowest and the highest value of all (2,)."""
     low, step = _low_and_step(ends)
-    return integers * step + low
+    return integers.astype(np.float32) * step + low
 
 
 def range_of(tensors: Mapping[str, Tensor]) -> NDArray[np.floating]:
