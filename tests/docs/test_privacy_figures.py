@@ -51,6 +51,13 @@ def test_measured_membership_by_a_persons_images_is_the_promised_one(
     assert shown == pytest.approx(exact, abs=2.5)
 
 
+def test_epsilon_of_a_person_on_two_devices() -> None:
+    """Two uploads are two releases; in one sum, which has the noise once, the person has twice the images."""
+    each = multiplier_of(1)
+    uploads, in_a_sum = (math.ceil(10 * closed_form(of, 1e-5)) / 10 for of in ({each: 2}, {each / 2: 1}))
+    assert f"is {uploads} for who sees both uploads, and {in_a_sum} in one sum" in PROTECTION
+
+
 def test_what_a_devices_share_of_the_noise_hides() -> None:
     shares = [
         share_of_noise(multiplier_of(1), honest=SumsSettings(operator="", min_devices=each).honest)
