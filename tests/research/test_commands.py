@@ -217,6 +217,11 @@ def test_persons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 < kinds[2]["length"] < kinds[1]["length"] <= 10
 
 
+def test_audit(tmp_path: Path) -> None:
+    (made,) = run(tmp_path, "audit", "--epsilon", "8", "--releases", "100")["runs"]
+    assert 3 < made["lower bound"] <= 8
+
+
 def test_hierarchical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill_digits(tmp_path, monkeypatch, images=300, at_most=300)
     arguments = ["--images", "300", "--shift", "feature", "--seed", "0", "--variant"]
