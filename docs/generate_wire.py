@@ -33,8 +33,9 @@ The fields of every message of the [protocol](protocol.md), written by `python -
 [messages.py](../protocol/wire/messages.py).
 
 A field without a default is required. One with the default *absent* is left out, and is never nil. A float may be
-encoded as an integer; it is never NaN or infinite. Text is UTF-8. A missing field, another type or a value out of its
-bounds makes the message malformed.
+encoded as an integer; it is never NaN or infinite. Text is UTF-8, and its characters are Unicode code points. (A, B)
+is an array of exactly these two. A missing field, another type or a value out of its bounds makes the message
+malformed.
 """
 MESSAGES = """\
 Each is a map of these fields, `type`, and `v`: the protocol version (integer, 0 to 65,535, required). `Frame` is an

@@ -19,7 +19,7 @@ MAX_FRAME_BYTES = MAX_CHUNK_BYTES + 1024
 """Bytes of a frame with its envelope."""
 
 MAX_MANIFEST_BYTES = 120 * 1024
-"""Bytes of a message that is not a frame, and of the body of a signed one."""
+"""Bytes of a message that is neither a frame nor sent in frames, and of the body of a signed one."""
 
 MAX_KEY_CERTIFICATES = 256
 """Key certificates in a signed message: replacements of the aggregator's key that a device may have missed."""
@@ -399,7 +399,7 @@ class Presence(Message, frozen=True, kw_only=True, tag="presence"):
     key: Annotated[bytes, Meta(max_length=32)] = b""
     """The sender's public key."""
     signature: Annotated[bytes, Meta(max_length=64)] = b""
-    """Over the topic and all fields but `v`."""
+    """Over the topic and all fields but `v` and `key`."""
 
 
 class DeviceInfo(Message, frozen=True, kw_only=True, tag="info"):
@@ -611,8 +611,8 @@ class Evaluation(Message, frozen=True, kw_only=True, tag="evaluation"):
     confidence_images: PerBin | msgspec.UnsetType = msgspec.UNSET
     """All held-out images in each bin."""
     novelty_images: PerBin | msgspec.UnsetType = msgspec.UNSET
-    """All held-out images in each bin of novelty, bin i from i / 32, the last one without a limit; absent if the head
-    has no novelty."""
+    """All held-out images in each bin of novelty, bin i from i / 32, the first and the last one without a limit;
+    absent if the head has no novelty."""
     confused: Annotated[tuple[Confused, ...], Meta(max_length=MAX_CONFUSED)] | msgspec.UnsetType = (
         msgspec.UNSET
     )

@@ -19,6 +19,7 @@ def vectors() -> dict[str, Any]:
             _sequence("its own presence", ("online", 0, _OWN)),
             _sequence("an earlier will of its own start", ("offline", 0, _OWN), ("online", 0, _OWN)),
             _sequence("its own presence of a lower epoch", ("online", -1, _OWN)),
+            _sequence("a will of its own instance is its own", ("offline", 0, _OWN), ("online", -5, _HIGHER)),
             _sequence("from the past: a higher epoch", ("online", 7, _LOWER), ("online", 8, _OWN)),
             _sequence("from the past: the same epoch, a higher instance", ("offline", 0, _HIGHER)),
             _sequence("from the past: the same epoch, a lower instance", ("online", 0, _LOWER)),

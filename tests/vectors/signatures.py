@@ -279,6 +279,11 @@ def trust() -> dict[str, Any]:
                 [manifest(900), _rotated(1), _rotated(1), manifest(1, b"other", key="second")],
             ),
             _sequence(
+                "another key forgets releases, not when a manifest ends",
+                [manifest(5, channel="head"), _rotated(1)],
+                channels=["head", "task"],
+            ),
+            _sequence(
                 "a certificate of an untrusted key does not count",
                 [
                     manifest(5),

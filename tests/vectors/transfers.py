@@ -23,9 +23,9 @@ def vectors() -> dict[str, Any]:
     """Return frames of a payload, windows of its ranges, and reassemblies of frames in many orders."""
     return {
         "about": "`payload` is the payload of all parts. `frames`: a payload, or its ranges, in frames of at most "
-        "chunk_bytes. `windows`: the ranges of the frames that are sent at once, and what remains. `reassemblies`: "
-        "after each frame, given by [offset, hex] or as bytes, the ranges that are missing, or the refusal that ends "
-        "the transfer.",
+        "chunk_bytes, some of them signed. `windows`: the ranges of the frames that are sent at once, and what "
+        "remains. `reassemblies`: after each frame, whose data are hex or a range of the payload, the ranges that "
+        "are missing, or the refusal that ends the transfer.",
         "payload": PAYLOAD.hex(),
         "digest": DIGEST.hex(),
         "fleet": FLEET,

@@ -1,0 +1,29 @@
+"""The phone's modules read the test vectors, in Node."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.programs import find_program
+
+ROOT = Path(__file__).parents[2]
+NODE = find_program("node")
+
+
+@pytest.mark.skipif(NODE is None, reason="node is not installed: apt-get install nodejs npm")
+def test_the_phone_agrees_with_the_vectors() -> None:
+    files = sorted((ROOT / "phone" / "tests").glob("*.test.js"))
+    assert files
+    # A program that a test runner of Node has started reports to it, in another form.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NODE_")}
+    done = subprocess.run(
+        [str(NODE), "--test", "--test-reporter=spec", *map(str, files)],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
