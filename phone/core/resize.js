@@ -6,6 +6,7 @@
 /** @typedef {{first: number, weights: Int32Array}} Window the pixels from `first` on, and their weights times 2^22 */
 
 const BITS = 22;
+const HALF = 2 ** (BITS - 1);
 
 /** @param {number} x */
 const sinc = (x) => (x === 0 ? 1 : Math.sin(Math.PI * x) / (Math.PI * x));
@@ -69,41 +70,48 @@ function windowsOf(from, to, interpolation) {
  * @returns {Image}
  */
 export function resize(image, width, height, interpolation) {
-  const rows = image.width === width ? image.data : convolve(
-    image.data, windowsOf(image.width, width, interpolation),
-    { lines: image.height, fromLine: image.width * 3, toLine: width * 3, step: 3, size: image.height * width * 3 },
-  );
-  const data = image.height === height ? rows : convolve(
-    rows, windowsOf(image.height, height, interpolation),
-    { lines: width, fromLine: 3, toLine: 3, step: width * 3, size: height * width * 3 },
-  );
-  return { data, width, height };
+  const rows = image.width === width ? image.data : resizeRows(image, windowsOf(image.width, width, interpolation));
+  if (image.height === height) return { data: rows, width, height };
+  return { data: resizeColumns(rows, width, windowsOf(image.height, height, interpolation)), width, height };
 }
 
-/**
- * Resize each line of pixels; `step` is the distance of a line's pixels, `fromLine` and `toLine` of two lines.
- * @param {Uint8Array} data
- * @param {Window[]} windows
- * @param {{lines: number, fromLine: number, toLine: number, step: number, size: number}} layout
- */
-function convolve(data, windows, { lines, fromLine, toLine, step, size }) {
-  const resized = new Uint8ClampedArray(size);
-  windows.forEach(({ first, weights }, x) => {
-    for (let line = 0; line < lines; line += 1) {
-      const from = line * fromLine + first * step;
-      const to = line * toLine + x * step;
-      let red = 1 << (BITS - 1);
-      let green = red;
-      let blue = red;
-      for (let at = 0, pixel = from; at < weights.length; at += 1, pixel += step) {
-        red += weights[at] * data[pixel];
-        green += weights[at] * data[pixel + 1];
-        blue += weights[at] * data[pixel + 2];
+/** @param {Image} image @param {Window[]} windows */
+function resizeRows({ data, width, height }, windows) {
+  const resized = new Uint8ClampedArray(height * windows.length * 3);
+  let to = 0;
+  for (let row = 0; row < height; row += 1) {
+    for (const { first, weights } of windows) {
+      let red = HALF;
+      let green = HALF;
+      let blue = HALF;
+      let pixel = (row * width + first) * 3;
+      for (const weight of weights) {
+        red += weight * data[pixel];
+        green += weight * data[pixel + 1];
+        blue += weight * data[pixel + 2];
+        pixel += 3;
       }
       resized[to] = red >> BITS;
       resized[to + 1] = green >> BITS;
       resized[to + 2] = blue >> BITS;
+      to += 3;
     }
+  }
+  return new Uint8Array(resized.buffer);
+}
+
+/** @param {Uint8Array} data @param {number} width @param {Window[]} windows */
+function resizeColumns(data, width, windows) {
+  const line = width * 3;
+  const resized = new Uint8ClampedArray(windows.length * line);
+  const sums = new Int32Array(line);
+  windows.forEach(({ first, weights }, row) => {
+    sums.fill(HALF);
+    weights.forEach((weight, at) => {
+      const from = (first + at) * line;
+      for (let x = 0; x < line; x += 1) sums[x] += weight * data[from + x];
+    });
+    for (let x = 0; x < line; x += 1) resized[row * line + x] = sums[x] >> BITS;
   });
   return new Uint8Array(resized.buffer);
 }
