@@ -150,7 +150,11 @@ def _refused() -> list[dict[str, Any]]:
         ("nil for a default", Receipt, _packed({**fields, "missing": None})),
         ("text for bytes", Receipt, _packed({**fields, "digest": "d" * 32})),
         ("bytes for text", Receipt, _packed({**fields, "status": b"missing"})),
-        ("text that is not UTF-8", Presence, encode(presence).replace(b"online", b"\xffnline")),
+        (
+            "text that is not UTF-8",
+            Presence,
+            _packed({**online, "address": "shed"}).replace(b"shed", b"\xffhed"),
+        ),
         ("31 bytes of a digest", Receipt, _packed({**fields, "digest": bytes(31)})),
         ("an unknown status", Receipt, _packed({**fields, "status": "lost"})),
         ("65 ranges", Receipt, _packed({**fields, "missing": [[0, 1]] * 65})),
