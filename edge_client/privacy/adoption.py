@@ -14,7 +14,7 @@ from edge_client.config import Settings
 from edge_client.privacy.spending import spent_by, total_epsilon
 from edge_client.store.device_state import DeviceState
 from edge_client.store.privacy_ledger import Ledger, Release
-from protocol.errors import PrivacyRefused
+from protocol.errors import MalformedMessage, PrivacyRefused
 from protocol.log import event
 from protocol.statistics.gaussian_privacy import STEPS, noise_multiplier
 from protocol.statistics.noisy_sums import epsilon_of_sums
@@ -22,6 +22,9 @@ from protocol.wire.messages import Released
 from protocol.wire.privacy_record import Kinds, kinds_of, record_of
 
 log = logging.getLogger(__name__)
+
+MAX_ADOPTED = 1000
+"""Releases that are adopted at once: a device that has lost more needs its owner, and no record makes hours of work."""
 
 ADOPTED = (
     "this device's record of private submissions was lost or restored from an older copy: it has adopted the "
@@ -40,11 +43,17 @@ def adopt(store: DeviceState, settings: Settings, record: tuple[Released, ...]) 
     Nothing more is recorded once the budget is exceeded, or epsilon is infinite.
 
     Raises:
+        MalformedMessage: the ledger lacks more than a device loses.
         PrivacyRefused: releases of the ledger are lost.
         StateError: the disk is full or fails.
     """
     releases = store.ledger.releases()
     own, named = _kinds(releases), kinds_of(record)
+    if (lacking := (named - own).total()) > MAX_ADOPTED:
+        raise MalformedMessage(
+            f"the aggregator names {lacking} releases of this device that it does not know, more than {MAX_ADOPTED}: "
+            "if that is true, give it another --device-id, and record what it has spent with `edge-client adopt-spent`"
+        )
     adopted, limit = 0, settings.max_epsilon or sys.float_info.max
     for kind in (named - own).elements():
         if total_epsilon(releases, delta=settings.max_delta) > limit:

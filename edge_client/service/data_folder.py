@@ -1,16 +1,19 @@
 """Scans the data folder in a thread, for jobs and to find out whether images changed since the last build."""
 
 import logging
+import os
 import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import msgspec
 
 from edge_client.config import Settings
 from edge_client.images.image_scanner import ImageScanner, Scan
 from edge_client.privacy.image_choice import chosen
+from edge_client.store.job_folder import ImageList, ListedImage
 from protocol.log import event
 from protocol.threads import start_thread
 from protocol.wire.messages import TaskManifest
@@ -35,6 +38,31 @@ class Scanned(msgspec.Struct, frozen=True):
 
     order: ScanOrder
     scan: Scan
+
+
+def listed(scan: Scan) -> ImageList:
+    """Return a scan as a job reads it."""
+    folder = scan.images[0].folder if scan.images else Path()
+    return ImageList(
+        folder=os.fsencode(folder),
+        images=tuple(
+            ListedImage(
+                os.fsencode(each.relative),
+                each.label,
+                each.size_bytes,
+                each.mtime_ns,
+                each.ctime_ns,
+                each.inode,
+                each.person,
+            )
+            for each in scan.images
+        ),
+        problem=scan.problem,
+        being_written=tuple(map(os.fsencode, scan.being_written)),
+        unknown=scan.unknown,
+        unknown_names=tuple(map(os.fsencode, scan.unknown_names)),
+        skipped=scan.skipped,
+    )
 
 
 def limited(scan: Scan, *, limit: int, key: bytes) -> Scan:

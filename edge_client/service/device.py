@@ -139,7 +139,7 @@ class Device:
     def _next_event(self) -> Incoming:
         if time.monotonic() < self._ticked_s + MAX_TICK_S:
             with contextlib.suppress(queue.Empty):
-                return self._events.get(timeout=TICK_S)
+                return self._events.get(timeout=min(TICK_S, self._jobs.pause_s()))
         return self._tick()
 
     def _tick(self) -> events.Event:
@@ -423,7 +423,11 @@ class Device:
             if named is None:
                 self._publisher.send_record(record_in(self._store.ledger))
                 return
-            is_complete = adopt(self._store, self._settings, named.releases)
+            try:
+                is_complete = adopt(self._store, self._settings, named.releases)
+            except MalformedMessage as error:  # nothing is released until another answer
+                log_event(log, logging.ERROR, "record of private submissions refused", reason=error)
+                return
             self._info_is_due |= self._store.get(PrivacySpent).adopted > 0
         self._events.put(events.RecordAdopted(is_complete=is_complete))
 

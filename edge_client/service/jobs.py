@@ -5,6 +5,7 @@ build's duration would show otherwise; and each job has a process of its own, in
 """
 
 import logging
+import math
 import os
 import shutil
 import time
@@ -26,7 +27,7 @@ from edge_client.privacy.noise_key import subkey
 from edge_client.privacy.policy import is_bounded
 from edge_client.privacy.upload_slots import INSTALL_S, next_slot_s, publication_s
 from edge_client.service.build_report import BuildReporter
-from edge_client.service.data_folder import DataFolder, Scanned, ScanOrder, limited
+from edge_client.service.data_folder import DataFolder, Scanned, ScanOrder, limited, listed
 from edge_client.service.job_progress import ProgressReporter
 from edge_client.store.device_state import DeviceState
 from edge_client.store.disk_space import DiskAlmostFull, require_space
@@ -44,12 +45,10 @@ from edge_client.store.job_folder import (
     Finished,
     FromJob,
     Grant,
-    ImageList,
     Installed,
     Job,
     JobSettings,
     Line,
-    ListedImage,
     Problem,
     Ready,
     Result,
@@ -83,9 +82,6 @@ MAX_END_S = 1.0
 
 MAX_DECODING_S = 3600.0
 """Time after which a job that names no further image is ended: a decoder hangs. A graph has limits of its own."""
-
-MAX_PAUSE_S = 1.0
-"""How long the loop waits for the time of a publication: ticks of an idle loop come twice a second."""
 
 MAX_LINES = 100
 """Lines of native code that are logged for each job; a library may write hundreds for each image."""
@@ -243,17 +239,25 @@ class Jobs:
         """Let ImagesChanged follow if images are new, or images of the last submission are gone."""
         self._data.check()
 
+    def pause_s(self) -> float:
+        """Return the seconds until the next publication: when ticks come depends on when its job ended.
+
+        It is infinite if none waits, and 0 if one is due.
+        """
+        ends = [
+            each.job.end_s
+            for each in self._runners.values()
+            if each.job is not None and each.held is not None
+        ]
+        return max(0.0, min(ends, default=math.inf) - self._clock())
+
     def tick(self) -> None:
         """Begin and publish what is due; end processes that have waited long for a job, and one whose decoder hangs."""
         if any(wanted.order is None for wanted in self._wanted):
             self._start_next()
         for runner in self._runners.values():
-            if runner.job is not None and runner.held is not None:
-                # Exactly then: when ticks come depends on when the job ended.
-                if 0 < (left_s := runner.job.end_s - self._clock()) <= MAX_PAUSE_S:
-                    time.sleep(left_s)
-                if self._is_due(runner.job.end_s):
-                    self._emit(Due(runner))
+            if runner.job is not None and runner.held is not None and self._is_due(runner.job.end_s):
+                self._emit(Due(runner))
         for slot, runner in tuple(self._runners.items()):
             is_idle = runner.job is None and not runner.is_starting
             if is_idle and time.monotonic() > runner.idle_since_s + IDLE_S:
@@ -368,7 +372,7 @@ class Jobs:
         with state_errors(folder):
             folder.mkdir()
             (folder / JOB_FILE).write_bytes(msgspec.json.encode(job))
-            (folder / IMAGES_FILE).write_bytes(msgspec.json.encode(_listed(scan)))
+            (folder / IMAGES_FILE).write_bytes(msgspec.json.encode(listed(scan)))
         if last is not None:
             self._store.outbox.write(last, folder / LAST_SUBMISSION)
         if wanted.name == "build":
@@ -670,27 +674,3 @@ def _log(line: Line | None) -> None:
         logger.log(line.level, "%s", line.message)
     else:
         event(logger, line.level, line.message, **line.fields)
-
-
-def _listed(scan: Scan) -> ImageList:
-    folder = scan.images[0].folder if scan.images else Path()
-    return ImageList(
-        folder=os.fsencode(folder),
-        images=tuple(
-            ListedImage(
-                os.fsencode(each.relative),
-                each.label,
-                each.size_bytes,
-                each.mtime_ns,
-                each.ctime_ns,
-                each.inode,
-                each.person,
-            )
-            for each in scan.images
-        ),
-        problem=scan.problem,
-        being_written=tuple(map(os.fsencode, scan.being_written)),
-        unknown=scan.unknown,
-        unknown_names=tuple(map(os.fsencode, scan.unknown_names)),
-        skipped=scan.skipped,
-    )

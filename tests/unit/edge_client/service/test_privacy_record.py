@@ -128,11 +128,21 @@ def test_a_record_that_the_aggregator_has_not_signed_costs_no_budget(device: Pri
 
 def test_a_dishonest_record_ends_once_the_budget_is_spent(device: PrivateDevice) -> None:
     """It spends the budget, and not the disk, also if it comes again."""
-    device.named = (Released(0.3, 1, 100_000),)
+    device.named = (Released(0.3, 1, 1000),)
     for _ in range(2):
         device.begin()
         assert len(device.store.ledger.releases()) == 1
     assert device.status["problem"] == BUDGET
+
+
+def test_a_record_of_more_than_a_device_loses_is_refused(
+    device: PrivateDevice, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Adopting releases that cost next to nothing would take hours; nothing is released instead."""
+    device.named = (Released(1e6, 1, 1001),)
+    device.begin()
+    assert device.store.ledger.releases() == ()
+    assert "names 1001 releases of this device that it does not know" in caplog.text
 
 
 @pytest.mark.parametrize("epsilon", [None, 0.5 * ONE, 2 * ONE])
