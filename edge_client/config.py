@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from edge_client.core.manifest_trust import Identity
 from edge_client.core.state import Mode
@@ -12,6 +12,10 @@ from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, Brokers, parse_br
 if TYPE_CHECKING:
     from edge_client.graphs.session import Provider
     from protocol.enrollment import Enrollment
+
+
+PrivacyUnit = Literal["image", "person"]
+"""The unit of differential privacy, the weaker one first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +29,9 @@ class Settings:
         max_epsilon: privacy budget for all submissions together; None leaves the limit to the task.
         max_delta: delta at which the budget is counted, unless the task's is smaller.
         max_local_epsilon: budget of what both operators of masked sums together see; None sets no limit.
-        allow_non_private_tasks: take part in tasks without differential privacy although there is a budget, or the
-            device has made private submissions.
+        privacy_unit: the weakest unit of differential privacy of a task; None accepts any task.
+        allow_non_private_tasks: take part in tasks without differential privacy although there is a budget or a unit,
+            or the device has made private submissions.
         second_operator: public key of the party that opens sums of masks; None refuses masked sums.
         min_devices: submissions in a sum before this device's mask is opened; None leaves the limit to the task.
         pinned_backbones: digests of the only backbones that are run; empty accepts the task's.
@@ -51,6 +56,7 @@ class Settings:
     max_epsilon: float | None = None
     max_delta: float = 1e-5
     max_local_epsilon: float | None = None
+    privacy_unit: PrivacyUnit | None = None
     allow_non_private_tasks: bool = False
     second_operator: bytes | None = None
     min_devices: int | None = None

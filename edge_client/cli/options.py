@@ -31,7 +31,7 @@ CONFIG, _ENROLLMENT = f"{__name__}.config", f"{__name__}.enrollment"
 """Keys of `Context.meta`."""
 
 _PRIVACY = (
-    *("max_epsilon", "max_delta", "max_local_epsilon", "allow_non_private_tasks"),
+    *("max_epsilon", "max_delta", "max_local_epsilon", "privacy_unit", "allow_non_private_tasks"),
     *("second_operator", "min_devices", "pin_backbone", "variable_time", "max_images", "upload_period_s"),
 )
 """Keys of the table [privacy]."""
@@ -224,10 +224,16 @@ privacy_options = _all_of(
         "this one is not conditional.  [default: no limit]",
     ),
     setting(
+        "--privacy-unit",
+        type=click.Choice(["image", "person"]),
+        help="The weakest unit of differential privacy that a task may have: `person` refuses tasks that protect "
+        "single images only, and both refuse tasks without differential privacy.  [default: any task]",
+    ),
+    setting(
         "--allow-non-private-tasks",
         is_flag=True,
-        help="Take part in tasks without differential privacy, although there is a budget or the device has made "
-        "private submissions. What they reveal is not in the budget.",
+        help="Take part in tasks without differential privacy, although there is a budget or a unit, or the device has "
+        "made private submissions. What they reveal is not in the budget.",
     ),
     setting(
         "--second-operator",

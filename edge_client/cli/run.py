@@ -25,6 +25,7 @@ from protocol.errors import ConfigError
 from protocol.service_manager import stop_on_terminate
 
 if TYPE_CHECKING:
+    from edge_client.config import PrivacyUnit
     from edge_client.graphs.session import Provider
     from edge_client.store.job_folder import Shown
 
@@ -113,7 +114,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     device_id: str | None, state: Path | None, holdout: float, backbone: tuple[Path, ...], provider: "Provider",
     threads: int | None, batch_size: int, rescan_s: float, aggregator_key: bytes | None,
     enrollment: Path | None, max_epsilon: float | None, max_delta: float, max_local_epsilon: float | None,
-    allow_non_private_tasks: bool, second_operator: bytes | None,
+    privacy_unit: "PrivacyUnit | None", allow_non_private_tasks: bool, second_operator: bytes | None,
     min_devices: int | None, pin_backbone: tuple[bytes, ...], variable_time: bool,
     max_images: int | None, upload_period_s: float | None, **access_given: Any,
 ) -> int:  # fmt: skip
@@ -159,6 +160,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         max_epsilon=max_epsilon,
         max_delta=max_delta,
         max_local_epsilon=max_local_epsilon,
+        privacy_unit=privacy_unit,
         allow_non_private_tasks=allow_non_private_tasks,
         second_operator=second_operator,
         min_devices=min_devices,

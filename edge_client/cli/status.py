@@ -26,7 +26,7 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
     if as_json:
         click.echo(as_json_text(summary, indent=2))
         return
-    report, spent = summary["report"] or {"classes": []}, summary["privacy"]
+    report = summary["report"] or {"classes": []}
     say(f"device     {summary['device_id']}, {'running' if summary['running'] else 'not running'}")
     say(f"task       {(summary['task'] or 'none')[:12]}")
     say(f"provider   {summary['runtime'] or 'none'}")
@@ -50,21 +50,8 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
         speed = describe_speed(extraction["images_per_s"], extraction["left_s"]) if summary["running"] else ""
         say(f"features   {extraction['done']} of {extraction['total']} images{speed and f', {speed}'}")
     _say_left_out(summary)
-    if spent is not None:
-        limit = f" of {spent['max_epsilon']:g}" if spent["max_epsilon"] else ""
-        say(
-            f"privacy    epsilon {spent['total_epsilon']:.3f}{limit} spent in "
-            f"{counted(spent['releases'], 'submission')}, at delta {spent['delta']:g}"
-            + (f", of which {spent['adopted']} are adopted" if spent["adopted"] else "")
-            + f", for {unit_in_words(spent['images_per_person'])}"
-            + (
-                ", conditional: it holds only if the second operator is honest"
-                if spent["conditional"]
-                else ""
-            )
-        )
-        if spent["conditional"]:
-            say(f"local      {_local(spent)}, to both operators together")
+    for line in _privacy(summary):
+        say(line)
     if (drift := summary["drift"]) is not None:
         say(f"drift      {drift['score']:.1f} standard deviations in {drift['images']} predicted images")
     for label in filter(summary.get, ("duplicate", "warning", "problem")):
@@ -84,6 +71,23 @@ def _blocks(report: dict[str, Any] | None) -> Iterator[str]:
         yield f"moved      {counted(moved, 'image')} of the block, counted in the class of an earlier upload"
     if dissolved := report["dissolved"]:
         yield f"dissolved  {counted(dissolved, 'image')} in prototypes of dissolved blocks, or waiting"
+
+
+def _privacy(summary: dict[str, Any]) -> Iterator[str]:
+    """Yield what was spent, and what the owner demands."""
+    if (spent := summary["privacy"]) is not None:
+        limit = f" of {spent['max_epsilon']:g}" if spent["max_epsilon"] else ""
+        adopted = f", of which {spent['adopted']} are adopted" if spent["adopted"] else ""
+        is_conditional = ", conditional: it holds only if the second operator is honest"
+        yield (
+            f"privacy    epsilon {spent['total_epsilon']:.3f}{limit} spent in "
+            f"{counted(spent['releases'], 'submission')}, at delta {spent['delta']:g}{adopted}, for "
+            f"{unit_in_words(spent['images_per_person'])}{is_conditional if spent['conditional'] else ''}"
+        )
+        if spent["conditional"]:
+            yield f"local      {_local(spent)}, to both operators together"
+    if unit := summary["demanded_unit"]:
+        yield f"demands    tasks with differential privacy of one {unit}"
 
 
 def _local(spent: dict[str, Any]) -> str:

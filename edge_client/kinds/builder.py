@@ -76,6 +76,7 @@ def build_submission(workspace: Workspace, build: BuildSubmission) -> Result:
             second_operator=settings.second_operator,
             pinned_backbones=settings.pinned_backbones,
             limits_files=settings.max_images is not None,
+            privacy_unit=settings.privacy_unit,
         )
         if (item := _earlier_submission(workspace, build)) is not None:
             return Result(outcome=Built(item=item))

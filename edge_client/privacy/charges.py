@@ -8,7 +8,7 @@ import msgspec
 
 from edge_client.config import Settings
 from edge_client.privacy.noise_key import KEY_BYTES, subkey
-from edge_client.privacy.policy import BUDGET, FAILED, LOCAL_BUDGET
+from edge_client.privacy.policy import BUDGET, FAILED, LOCAL_BUDGET, satisfies_unit
 from edge_client.privacy.spending import is_conditional, local_epsilon, spent_by, total_epsilon
 from edge_client.store.device_state import DeviceState
 from edge_client.store.job_folder import Charge, Grant
@@ -28,10 +28,11 @@ _VERSION = b"5"
 def requires_privacy(settings: Settings, ledger: Ledger) -> bool:
     """Return whether a device takes part in tasks with differential privacy only.
 
-    That is so if its owner has set a budget, or it has made private releases, unless the owner allows other tasks.
+    That is so if its owner has set a budget or a unit, or it has made private releases, unless the owner allows other
+    tasks.
     """
-    has_budget = settings.max_epsilon is not None or not ledger.is_empty()
-    return has_budget and not settings.allow_non_private_tasks
+    is_demanded = settings.max_epsilon is not None or settings.privacy_unit is not None
+    return (is_demanded or not ledger.is_empty()) and not settings.allow_non_private_tasks
 
 
 def is_within_limits(cost: Privacy, *, settings: Settings, ledger: Ledger) -> bool:
@@ -45,6 +46,8 @@ def is_within_limits(cost: Privacy, *, settings: Settings, ledger: Ledger) -> bo
     except PrivacyRefused:
         return False
     if max(cost.total_epsilon, total_epsilon(releases, delta=delta)) > max_epsilon:
+        return False
+    if not releases or not satisfies_unit(releases[-1].images_per_person, settings.privacy_unit):
         return False
     return not is_conditional(releases[-1:]) or local_epsilon(releases, delta=delta) <= max_local
 

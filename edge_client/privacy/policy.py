@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection
 
 from msgspec import UNSET
 
+from edge_client.config import PrivacyUnit
 from edge_client.core.state import Kind
 from edge_client.core.submission_kinds import kind_of
 from edge_client.store.privacy_ledger import LOST
@@ -33,12 +34,15 @@ TOO_QUIET = "the task asks for so little noise that it is no differential privac
 FILTERED_STATISTICS = "the task asks for statistics and filters outliers, which depends on other images"
 NOT_PINNED = "the task has a backbone that this device's owner has not named: --pin-backbone"
 LIMITED_FILES = "the task's unit of privacy is a person, and this device's --max-images counts files"
+WEAKER_UNIT = (
+    "the task's unit of privacy is an image, and this device's owner demands a person: --privacy-unit"
+)
 VARIABLE_TIME = (
     "the work of a backbone depends on images, which time would reveal: refused; see the device's log"
 )
 NOT_PRIVATE = (
-    "the task has no differential privacy, and this device has a privacy budget (--max-epsilon) or has made private "
-    "submissions: --allow-non-private-tasks permits it"
+    "the task has no differential privacy, and this device demands it (--max-epsilon, --privacy-unit) or has made "
+    "private submissions: --allow-non-private-tasks permits it"
 )
 BUDGET = "the submission would exceed the privacy budget: nothing new is uploaded; see the device's log"
 LOCAL_BUDGET = (
@@ -63,6 +67,7 @@ TASK_PROBLEMS = (
         UNSOUND_SUM,
         NOT_PINNED,
         LIMITED_FILES,
+        WEAKER_UNIT,
     ),
 )
 PUBLIC_PROBLEMS = frozenset({*TASK_PROBLEMS, VARIABLE_TIME, BUDGET, LOCAL_BUDGET, SUBMITTED, FAILED, LOST})
@@ -79,6 +84,7 @@ def check_task(
     second_operator: bytes | None = None,
     pinned_backbones: Collection[bytes] = (),
     limits_files: bool = False,
+    privacy_unit: PrivacyUnit | None = None,
 ) -> None:
     """Raise PrivacyRefused unless a task's privacy settings can be honored, and satisfy the device's owner."""
     how, program, wanted = manifest.perturbation, manifest.program, manifest.differential_privacy
@@ -89,6 +95,8 @@ def check_task(
         NOT_PINNED: bool(pinned_backbones)
         and not {blob.digest for blob in manifest.backbones} <= {*pinned_backbones},
         LIMITED_FILES: limits_files and wanted is not None and bool(wanted.images_per_person),
+        WEAKER_UNIT: wanted is not None
+        and not satisfies_unit(wanted.images_per_person or None, privacy_unit),
         NOT_PRIVATE: wanted is None and requires_privacy,
         BOTH: wanted is not None and how is not None,
         IN_ROUNDS: wanted is not None and program is not None,
@@ -120,6 +128,11 @@ def _problems_of_sums(manifest: TaskManifest) -> dict[str, bool]:
         TOO_LARGE: sum(released_values(**shape).values()) > MAX_RELEASED,
         TOO_QUIET: discreteness(wanted.noise_multiplier, **shape, honest=honest) > MAX_DISCRETENESS,
     }
+
+
+def satisfies_unit(images_per_person: int | None, demanded: PrivacyUnit | None) -> bool:
+    """Return whether a unit is as strong as the demanded one: a person, of whom so many images count, or an image."""
+    return demanded != "person" or bool(images_per_person)
 
 
 def is_bounded(manifest: TaskManifest | None, *, requires_privacy: bool) -> bool:

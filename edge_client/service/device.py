@@ -26,6 +26,7 @@ from edge_client.store.culprits import MAX_DEATHS, task_key
 from edge_client.store.device_state import DeviceState
 from edge_client.store.disk_space import DiskAlmostFull, free_bytes
 from edge_client.store.stored_values import (
+    DemandedUnit,
     Heads,
     Holdout,
     PrivacySpent,
@@ -84,6 +85,7 @@ class Device:
         if not self._is_dry_run:
             require_not_replaced(store.get(Duplicate), command=TAKE_OVER)
             store.set(Holdout(settings.holdout))
+            store.set(DemandedUnit(settings.privacy_unit or ""))
         self._events: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self._jobs = Jobs(settings, store, emit=self._events.put, show=show)
         self._inbox = Inbox(settings, store)

@@ -400,6 +400,7 @@ class Jobs:
                 pinned_backbones=settings.pinned_backbones,
                 variable_time=settings.variable_time,
                 max_images=settings.max_images,
+                privacy_unit=settings.privacy_unit,
             ),
             requires_privacy=requires_privacy(settings, store.ledger),
             task=action.task,

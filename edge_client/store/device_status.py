@@ -36,6 +36,8 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
     unusable_images: tuple[tuple[str, str], ...]
     """Paths and reasons."""
     privacy: stored.PrivacySpent | None
+    demanded_unit: str
+    """The weakest unit of privacy that the owner accepts, `image` or `person`; empty for any task."""
     drift: Drift | None
     duplicate: str
     """Another program with the device's key; empty if there is none."""
@@ -71,6 +73,7 @@ def read_status(store: DeviceState) -> DeviceStatus:
         skipped_files=left_out.skipped,
         unusable_images=tuple(left_out.unusable),
         privacy=spent if spent.releases else None,
+        demanded_unit=store.get(stored.DemandedUnit).value,
         drift=drift if drift.newest(now_s=time.time()) is not None else None,
         duplicate=store.get(Duplicate).summary,
         warning="; ".join(filter(None, [report.lost_images, report.warning])),

@@ -48,6 +48,7 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     pinned_backbones: tuple[bytes, ...]
     variable_time: bool
     max_images: int | None
+    privacy_unit: Literal["image", "person"] | None
 
 
 class ListedImage(msgspec.Struct, frozen=True, array_like=True):

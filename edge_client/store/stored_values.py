@@ -152,6 +152,12 @@ class PrivacySpent(msgspec.Struct, frozen=True):
     images_per_person: int | None = None
 
 
+class DemandedUnit(msgspec.Struct, frozen=True):
+    """The weakest unit of privacy that the owner accepts at this start, `image` or `person`; empty for any task."""
+
+    value: str = ""
+
+
 class StoredLocalModel(msgspec.Struct, frozen=True):
     """Digest of the blob of the local model that the rounds of a task have trained."""
 
