@@ -1,6 +1,6 @@
-"""Fetches the page's libraries from npm: `python -m dashboard.vendor`.
+"""Fetches the libraries of the dashboard and of the page for phones from npm: `python -m dashboard.vendor`.
 
-`package-lock.json` pins each package by sha512. What the page uses is copied to `static/vendor/`, with the licenses;
+`package-lock.json` pins each package by sha512. What the pages use is copied to `static/vendor/`, with the licenses;
 nothing of it is in the repository.
 """
 
@@ -17,6 +17,7 @@ TARGET = FOLDER / "static" / "vendor"
 
 FILES = {
     "htm": ("preact/standalone.module.js",),
+    "mqtt": ("dist/mqtt.esm.js",),
     "preact": (),  # in htm's file
     "uplot": ("dist/uPlot.iife.min.js", "dist/uPlot.min.css"),
     "onnxruntime-web": (
@@ -25,7 +26,7 @@ FILES = {
         "dist/ort-wasm-simd-threaded.wasm",
     ),
 }
-"""The files that the page uses, of each package."""
+"""The files that the pages use, of each package."""
 
 MIT = "https://opensource.org/license/mit"
 
@@ -48,22 +49,22 @@ def main() -> int:
 
 
 def copy_files(modules: Path) -> None:
-    """Copy the files that the page uses out of npm's folder, whole or not at all."""
+    """Copy the files that the pages use out of npm's folder, whole or not at all."""
     temporary = TARGET.with_name("vendor.new")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    lines = ["Libraries of the dashboard, unchanged from npm.\n"]
+    lines = ["Libraries of the pages, unchanged from npm.\n"]
     for name, files in FILES.items():
         package = json.loads((modules / name / "package.json").read_text(encoding="utf-8"))
         for file in files:
             shutil.copy(modules / name / file, temporary)
-        license_file = modules / name / "LICENSE"
-        if license_file.is_file():
+        license_file = next((modules / name).glob("LICENSE*"), None)
+        if license_file is not None:
             shutil.copy(license_file, temporary / f"LICENSE.{name}")
         sizes = ", ".join(
             f"{Path(file).name} {(modules / name / file).stat().st_size:,} bytes" for file in files
         )
-        where = f"LICENSE.{name}" if license_file.is_file() else MIT
+        where = f"LICENSE.{name}" if license_file is not None else MIT
         version = f"{name} {package['version']}" if files else f"{name}, bundled by htm"
         lines.append(f"{version}, {package['license']} ({where}){sizes and ': '}{sizes}")
     (temporary / "README.txt").write_text("\n".join([*lines, ""]), encoding="utf-8")

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from aggregator.http.settings import HttpSettings
+from aggregator.http.settings import HttpAddress, HttpSettings
 from protocol.log import event
 
 log = logging.getLogger(__name__)
@@ -111,15 +111,23 @@ def is_own_host(header: str, hosts: tuple[str, ...]) -> bool:
 
     An address in digits, which no DNS server answers for, is accepted, as are `localhost` and the configured names.
     """
-    found = _HOST.fullmatch(header.strip().lower())
-    if found is None:
-        return False
-    host = found["ipv6"] or found["host"]
+    host = _host(header)
     try:
         ipaddress.ip_address(host)
     except ValueError:
         return host == "localhost" or host in {name.lower() for name in hosts}
     return True
+
+
+def is_loopback_host(header: str) -> bool:
+    """Return True if the header Host is `localhost` or a loopback address."""
+    return HttpAddress(_host(header), 0).is_loopback
+
+
+def _host(header: str) -> str:
+    """Return the host of a header Host, without the port; empty if it is invalid."""
+    found = _HOST.fullmatch(header.strip().lower())
+    return (found["ipv6"] or found["host"]) if found is not None else ""
 
 
 def is_cross_site(headers: Headers) -> bool:

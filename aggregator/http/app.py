@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
@@ -27,6 +27,7 @@ from aggregator.http.commands import (
     enrollment_archive,
     run_command,
 )
+from aggregator.http.join_page import PATH, JoinPage, phone_folder
 from aggregator.http.metrics import CONTENT_TYPE, metrics_text
 from aggregator.http.openapi import JSON_TYPE, Endpoint, openapi_document
 from aggregator.http.settings import HttpSettings
@@ -77,6 +78,7 @@ def make_app(settings: HttpSettings, snapshots: Snapshots) -> Starlette:
     if folder is None:
         routes.append(Route("/", _no_page))
     else:
+        routes += _join_page(folder)
         routes.append(Mount("/", StaticFiles(directory=folder, html=True)))
     return Starlette(
         routes=routes,
@@ -93,6 +95,17 @@ def page_folder() -> Path | None:
         if (folder / "index.html").is_file() and (folder / "vendor").is_dir():
             return folder
     return None
+
+
+def _join_page(static: Path) -> list[BaseRoute]:
+    """Return the routes of the page for phones, which shares libraries with the dashboard."""
+    if (folder := phone_folder(static)) is None:
+        return []
+    return [
+        Route(PATH, lambda _: RedirectResponse(f"{PATH}/")),
+        Mount(f"{PATH}/vendor", JoinPage(directory=static / "vendor")),
+        Mount(PATH, JoinPage(directory=folder, html=True)),
+    ]
 
 
 async def _problem(_request: Request, error: Exception) -> Response:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from aggregator.cli import cli as aggregator
+from aggregator.http.join_page import NOT_SERVED, TYPES
 from aggregator.storage.open_store import open_store
 from edge_client.cli import cli as edge_client
 from protocol.errors import pip_command
@@ -331,8 +332,9 @@ def test_source_distribution_holds_no_state(source: Path, tmp_path: Path) -> Non
 
 @needs_hatchling
 def test_wheel_of_the_dashboard_holds_its_page(tmp_path: Path) -> None:
-    """With the libraries from npm, their licenses, and nothing that belongs to the build."""
+    """With the libraries from npm, their licenses, the page for phones, and nothing that belongs to the build."""
     source = tmp_path / "dashboard"
+    shutil.copytree(ROOT / "phone", tmp_path / "phone")
     shutil.copytree(ROOT / "dashboard", source, ignore=shutil.ignore_patterns("__pycache__", "vendor*"))
     shutil.copy(ROOT / "dashboard" / "vendor.py", source)
     vendor = source / "static" / "vendor"
@@ -344,5 +346,11 @@ def test_wheel_of_the_dashboard_holds_its_page(tmp_path: Path) -> None:
     static = {
         f"dashboard/{file.relative_to(source)}" for file in (source / "static").rglob("*") if file.is_file()
     }
-    assert names == {"dashboard/__init__.py", *static}
+    phone = {
+        f"dashboard/{file.relative_to(ROOT)}"
+        for file in (ROOT / "phone").rglob("*")
+        if file.suffix in TYPES and file.relative_to(ROOT).parts[1] not in NOT_SERVED
+    }
+    assert names == {"dashboard/__init__.py", *static, *phone}
+    assert "dashboard/phone/core/resize.js" in names
     assert "dashboard/static/vendor/LICENSE.preact" in names

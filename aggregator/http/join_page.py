@@ -1,0 +1,93 @@
+"""The page for phones, `/join/`: its files, and their headers."""
+
+import os
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.responses import HTMLResponse, Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
+
+from aggregator.http.access import is_loopback_host
+
+PATH = "/join"
+
+TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".png": "image/png",
+    ".svg": "image/svg+xml",
+    ".wasm": "application/wasm",
+    ".webmanifest": "application/manifest+json",
+}
+"""Media types by suffix, of which alone files are served."""
+
+NOT_SERVED = frozenset({"tests", "node_modules"})
+"""Folders of a checkout."""
+
+INSECURE = """\
+<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>HTTPS is needed</title>
+<h1>This address needs HTTPS</h1>
+<p>Browsers give a page the camera, keys and offline use only over HTTPS, or on the machine itself.</p>
+<p>Open the address with <code>https://</code>. If that does not answer, the operator starts the aggregator with
+<code>--http-cert</code> and <code>--http-key</code>, or puts a proxy with a certificate in front of it, which sends
+<code>X-Forwarded-Proto: https</code>.</p>
+</html>
+"""
+
+
+def phone_folder(static: Path) -> Path | None:
+    """Return the folder of the page's files, by that of the dashboard's files; None if there is none."""
+    package = static.parent
+    return next((each for each in (package / "phone", package.parent / "phone") if each.is_dir()), None)
+
+
+class JoinPage(StaticFiles):
+    """The files of a folder with the headers of the page; nothing but files of TYPES."""
+
+    def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
+        found = Path(path)
+        if path != "." and (found.suffix not in TYPES or found.parts[0] in NOT_SERVED):
+            return "", None
+        return super().lookup_path(path)
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        headers = Headers(scope=scope)
+        response: Response
+        if path in {".", "index.html"} and not is_secure(scope, headers):
+            response = HTMLResponse(INSECURE, 403)
+        else:
+            response = await super().get_response(path, scope)
+            if kind := TYPES.get(Path(getattr(response, "path", "")).suffix):
+                response.headers["content-type"] = kind
+        response.headers.update(page_headers(headers, is_tls=is_tls(scope, headers)))
+        return response
+
+
+def is_secure(scope: Scope, headers: Headers) -> bool:
+    """Return True if browsers count the page as a secure context: HTTPS, also of a proxy, or this machine."""
+    return is_tls(scope, headers) or is_loopback_host(headers.get("host", ""))
+
+
+def is_tls(scope: Scope, headers: Headers) -> bool:
+    return "https" in (scope["scheme"], headers.get("x-forwarded-proto"))
+
+
+def page_headers(headers: Headers, *, is_tls: bool) -> dict[str, str]:
+    """Return the headers of the page's files; the request's Host was checked by `Access`."""
+    # For older browsers, in which 'self' is no WebSocket.
+    own = f"{'wss' if is_tls else 'ws'}://{headers['host'].strip()}"
+    return {
+        "content-security-policy": "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; style-src 'self'; "
+        f"img-src 'self' blob: data:; connect-src 'self' {own}; worker-src 'self'; manifest-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        "cross-origin-embedder-policy": "require-corp",
+        "permissions-policy": "camera=(self)",
+        "cache-control": "no-cache",
+    }
