@@ -19,7 +19,9 @@ from edge_client.service.blob_downloads import BlobDownloads, import_backbones
 from edge_client.service.data_folder import Scanned
 from edge_client.service.duplicates import TAKE_OVER, OwnTopic
 from edge_client.service.inbox import Inbox, Message
-from edge_client.service.jobs import Due, FromChild, JobEvent, Jobs, ShowDryRun
+from edge_client.service.job_processes import FromChild
+from edge_client.service.job_results import ShowDryRun
+from edge_client.service.jobs import Due, JobEvent, Jobs
 from edge_client.service.publisher import Publisher
 from edge_client.store.app_files import Drift, read_value
 from edge_client.store.culprits import MAX_DEATHS, task_key

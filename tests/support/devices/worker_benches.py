@@ -23,7 +23,8 @@ from edge_client.images.extraction import Isolate
 from edge_client.kinds.image_features import Workspace
 from edge_client.privacy.charges import Charges
 from edge_client.service.device import Device
-from edge_client.service.jobs import JobEvent, Jobs, ShowDryRun
+from edge_client.service.job_results import ShowDryRun
+from edge_client.service.jobs import JobEvent, Jobs
 from edge_client.store.device_state import DeviceState
 from edge_client.store.feature_cache import FeatureCache
 from edge_client.store.job_folder import Shown
@@ -118,8 +119,8 @@ class JobsBench:
             try:
                 ended = self._handle(self._happened.get(timeout=0.05))
             except queue.Empty:
-                waiting = [each.begin_s for each in self.jobs._wanted]
-                held = [each.job.end_s for each in self.jobs._runners.values() if each.held and each.job]
+                waiting = [each.times.begin_s for each in self.jobs._wanted]
+                held = [job.times.end_s for _, job in self.jobs._held()]
                 if times := [*waiting, *held]:
                     wait(min(times))
                 self.jobs.tick()

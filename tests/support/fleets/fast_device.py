@@ -1,12 +1,12 @@
 """`edge-client` whose jobs have short limits, as `fast_job` says."""
 
 from edge_client import cli
-from edge_client.service import jobs
+from edge_client.service import job_processes
 
 
 def main() -> None:
     """Run `edge-client`."""
-    jobs.PROGRAM = "tests.support.fleets.fast_job"
+    job_processes.PROGRAM = "tests.support.fleets.fast_job"
     cli.main()
 
 

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 from PIL import Image
 
-from edge_client.service import jobs
-from edge_client.service.jobs import PROGRAM
+from edge_client.service import job_inputs, job_processes
+from edge_client.service.job_processes import PROGRAM
 from edge_client.store.culprits import task_key
 from edge_client.store.device_state import DeviceState
 from edge_client.store.job_folder import Finished, FromJob, Problem, Ready, Result, Run
@@ -126,10 +126,10 @@ def test_an_image_that_hangs_the_decoder_is_left_out(
     bench = HeadBench(tmp_path)
     image_file(tmp_path / "data/cat/hangs.png", noise(34, 34))
     bench.deliver(*bench.signed(make_manifest(seed=1)))
-    ended = f"job ended: it decoded the same images for {jobs.MAX_DECODING_S:.0f} s"
+    ended = f"job ended: it decoded the same images for {job_processes.MAX_DECODING_S:.0f} s"
     _wait_for(lambda: HUNG in caplog.text)
     for left in (False, True):  # then by itself
-        bench.clock.advance(jobs.MAX_DECODING_S + 1)
+        bench.clock.advance(job_processes.MAX_DECODING_S + 1)
         bench.deliver(bench.topic("ack"), b"junk")
         _wait_for(lambda: ended in caplog.text)
         if not left:
@@ -185,7 +185,7 @@ def test_an_upgrade_under_a_running_service_ends_it_with_a_sentence(
     start(PROGRAM)
     bench = HeadBench(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(jobs, "__version__", "0.0.1")
+        patched.setattr(job_inputs, "__version__", "0.0.1")
         with pytest.raises(StateError, match=f"upgraded from 0.0.1 to {__version__} while edge-client runs"):
             bench.follow(make_manifest(seed=1))
     assert bench.store.culprits.deaths() == {}

@@ -24,7 +24,7 @@ from edge_client.job import program
 from edge_client.job.program import Service, _Program
 from edge_client.kinds import builder, image_features
 from edge_client.kinds.prepared_submission import encode_submission
-from edge_client.service.jobs import IDLE_S
+from edge_client.service.job_processes import IDLE_S
 from edge_client.service.publisher import Publisher
 from edge_client.store.feature_cache import FeatureCache
 from edge_client.store.job_folder import Built, Changes, Result, Run
