@@ -30,7 +30,7 @@ MAX_DELTA = 1e-3
 CONFIG, _ENROLLMENT = f"{__name__}.config", f"{__name__}.enrollment"
 """Keys of `Context.meta`."""
 
-_PRIVACY = (
+PRIVACY = (
     *("max_epsilon", "max_delta", "max_local_epsilon", "privacy_unit", "allow_non_private_tasks"),
     *("second_operator", "min_devices", "pin_backbone", "variable_time", "max_images", "upload_period_s"),
 )
@@ -79,7 +79,7 @@ def _load_config(context: click.Context, _option: click.Parameter, file: Path | 
     }
     of_run = tables.pop("run")
     del of_run["serve"], of_run["watch"]  # which their tables stand for
-    privacy = {name: of_run.pop(name) for name in _PRIVACY}
+    privacy = {name: of_run.pop(name) for name in PRIVACY}
     given = read_settings(context, file, {"": of_run, "privacy": privacy, **tables})
     shared = {each.name: each.envvar for each in (*of_run.values(), *privacy.values())}
     own = {each.name: each.envvar for each in settings_of(context.command).values()}

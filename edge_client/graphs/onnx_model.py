@@ -1,6 +1,7 @@
 """An ONNX model: validated, opened in ONNX Runtime, and run under a watchdog."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -48,6 +49,8 @@ class OnnxModel:
     outputs: Mapping[str, Slot]
     _session: Any = field(repr=False)
     _source: Path | bytes = field(repr=False)
+    slot_s: float = math.inf
+    """Seconds that a run takes at most, in isolation with samples."""
 
     @property
     def size_bytes(self) -> int:
@@ -69,7 +72,7 @@ class OnnxModel:
             self._guarded(session.start, MAX_START_S)
             if samples is not None:
                 self._guarded(lambda options: session.set_budget([*self.outputs], samples, options))
-            yield replace(self, provider="cpu", note="", _session=session)
+            yield replace(self, provider="cpu", note="", _session=session, slot_s=session.slot_s)
 
     def run(
         self, feeds: Tensors, outputs: Sequence[str] | None = None, *, limit_s: float | None = None

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -35,6 +36,11 @@ from protocol.models.preprocessing import Preprocessing
 from protocol.wire.messages import BlobRef, TaskManifest
 
 log = logging.getLogger(__name__)
+
+SHORT_PERIOD = (
+    "--upload-period-s is too short for the slowest build for this task, whose time would reveal images: lengthen it, "
+    "or limit --max-images"
+)
 
 
 @dataclass(frozen=True)
@@ -224,6 +230,15 @@ class Workspace:
         for image in images:
             parts[alter is not None and image.relative not in kept].append(image)
         unusable: list[tuple[Path, str]] = []
+        slots_s: list[float] = []
+
+        @contextlib.contextmanager
+        def isolated(backbone: Backbone) -> Iterator[Backbone]:
+            with self.isolate(backbone) as one:
+                slots_s.append(one.model.slot_s)
+                self._warn_of_period(len(images), sum(slots_s))
+                yield one
+
         reporter = ExtractionCounter(
             self.show_progress, images=len(images), backbones=len(manifest.backbones)
         )
@@ -240,12 +255,18 @@ class Workspace:
                     on_progress=reporter.advance,
                     culprits=self.culprits,
                     alter=alter if is_altered else None,
-                    isolate=self.isolate if kind.is_private else None,
+                    isolate=isolated if kind.is_private else None,
                 )
                 unusable += extraction.refused
                 # Under differential privacy each build is charged, and which images fail must not be seen.
                 may_pass |= extraction.may_pass and not kind.is_private
         return unusable, may_pass
+
+    def _warn_of_period(self, images: int, slot_s: float) -> None:
+        """Log that the owner's period cannot hold a build of so many images of `slot_s` seconds each."""
+        period_s, needed_s = self.settings.upload_period_s, images * slot_s
+        if period_s is not None and math.isfinite(needed_s) and needed_s > period_s:
+            event(log, logging.WARNING, SHORT_PERIOD, needed_s=math.ceil(needed_s), images=images)
 
     def _held_out(self, manifest: TaskManifest, images: Sequence[LabeledImage]) -> frozenset[str]:
         return frozenset() if kind_of(manifest).is_private else self.held_out(images)

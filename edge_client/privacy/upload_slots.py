@@ -18,6 +18,11 @@ def next_slot_s(now_s: float, period_s: float, *, device: str, task: bytes) -> f
     return origin_s + (math.floor((now_s - origin_s) / period_s) + 1) * period_s
 
 
+def proposed_period_s(images: int, slot_s: float) -> float:
+    """Return whole hours that hold a build of so many images, each of which takes at most `slot_s` seconds."""
+    return 3600.0 * math.ceil(images * slot_s / 3600)
+
+
 def publication_s(end_s: float, now_s: float, period_s: float) -> float:
     """Return when a build that was to be published at `end_s` is: a period later for each that it took too long."""
     return end_s + max(0, math.ceil((now_s - end_s) / period_s)) * period_s

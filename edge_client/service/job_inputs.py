@@ -1,4 +1,4 @@
-"""What a job gets: its folder, with all that it reads of the device's state, and the secret on its pipe."""
+"""The inputs of a job: its folder, with all that it reads of the device's state, and the secret on its pipe."""
 
 import logging
 import os
@@ -77,6 +77,7 @@ def _job(
             variable_time=settings.variable_time,
             max_images=settings.max_images,
             privacy_unit=settings.privacy_unit,
+            upload_period_s=settings.upload_period_s,
         ),
         requires_privacy=requires_privacy(settings, store.ledger),
         task=action.task,

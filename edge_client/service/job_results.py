@@ -1,4 +1,4 @@
-"""What a job leaves: committed to the device's state in one transaction, and what follows from it."""
+"""The results of jobs, committed to the device's state in one transaction, and the events that follow."""
 
 import logging
 import os

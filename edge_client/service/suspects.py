@@ -1,4 +1,4 @@
-"""What ended a job's process by itself: graphs or a head by their deaths, an image once it is found."""
+"""The blame for a job's process that has ended by itself: on graphs or a head, or on an image."""
 
 from edge_client.store.culprit_record import CulpritRecord
 from edge_client.store.job_folder import At

@@ -49,6 +49,7 @@ class JobSettings(msgspec.Struct, frozen=True, kw_only=True):
     variable_time: bool
     max_images: int | None
     privacy_unit: Literal["image", "person"] | None
+    upload_period_s: float | None
 
 
 class ListedImage(msgspec.Struct, frozen=True, array_like=True):

@@ -34,11 +34,14 @@ EXTRAS = (
 TRAINING = ("onnxscript", "timm", "torch")
 """Packages of the extras `train` and `export` alone that could be imported for a training."""
 
+PRIVATE = ("--private", "--images", "5")
+
 EDGE_CLIENT = {
     "": ["--broker", "127.0.0.1:9", "--data", "{folder}", "--state", "{folder}/device"],
     "run": ["run", "--broker", "127.0.0.1:9", "--data", "{folder}", "--state", "{folder}/device"],
     "dry-run": ["dry-run", "--broker", "127.0.0.1:9", "--data", "{folder}", "--state", "{folder}/device"],
     "cost": ["cost", "--backbone", "{folder}/task.toml", "--data", "{folder}"],
+    "init": ["init", "{folder}/device.toml", "--broker", "::1", "--backbone", "{folder}/task.toml", *PRIVATE],
     "predict": ["predict", "photo.jpg", "--state", "{folder}/device"],
     "doctor": ["doctor", "--state", "{folder}/device", "--json"],
     "review": ["review", "--data", "{folder}", "--state", "{folder}/device"],

@@ -200,3 +200,15 @@ def test_slots_are_multiples_of_the_period() -> None:
     assert publication_s(100.0, 90.0, 60) == 100
     assert publication_s(100.0, 101.0, 60) == 160
     assert publication_s(100.0, 160.0, 60) == 160
+
+
+@pytest.mark.parametrize(("period_s", "is_too_short"), [(11.0, True), (13.0, False)])
+def test_the_owner_is_told_of_a_period_that_cannot_hold_a_build(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, period_s: float, *, is_too_short: bool
+) -> None:
+    """Six images may take 2 s each; what they do take changes nothing."""
+    bench = PrivateBench(tmp_path, count=3, isolate=Backbone.isolated)
+    bench.settings = replace(bench.settings, upload_period_s=period_s)
+    bench.dry_run(bench.manifest)
+    assert ("--upload-period-s is too short" in caplog.text) is is_too_short
+    bench.stop()
