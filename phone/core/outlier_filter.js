@@ -8,7 +8,7 @@ import { meanOf } from "./numbers.js";
  * @param {number} alpha
  * @param {number} n
  */
-function keptImages(alpha, n) {
+export function keptImages(alpha, n) {
   const [digits, exponent = "0"] = String(alpha).split("e");
   const [whole, fraction = ""] = digits.split(".");
   const scale = 10n ** BigInt(fraction.length - Number(exponent));
