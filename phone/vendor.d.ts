@@ -1,6 +1,6 @@
-/** What the device uses of the libraries that the page's import map names. */
+/** What the device uses of the libraries below `vendor/`. */
 
-declare module "mqtt" {
+declare module "*/mqtt.esm.js" {
   interface Packet {
     retain?: boolean;
     sessionPresent?: boolean;
@@ -40,7 +40,7 @@ declare module "mqtt" {
   export default mqtt;
 }
 
-declare module "onnxruntime-web" {
+declare module "*/ort.wasm.min.mjs" {
   export const env: { wasm: { wasmPaths: string; numThreads: number } };
   export class Tensor {
     constructor(type: string, data: Uint8Array | Float32Array, dims: number[]);

@@ -1,7 +1,7 @@
 // @ts-check
 /** A connection to the broker through the gateway, which is opened again when it ends. */
 
-import mqtt from "mqtt";
+import mqtt from "../vendor/mqtt.esm.js";
 
 import { reconnectDelayS } from "./delays.js";
 
@@ -10,7 +10,7 @@ import { reconnectDelayS } from "./delays.js";
  * @typedef {{type: "connected", maxPacketBytes: number | null} | {type: "disconnected", code: number, reason: string}
  *   | {type: "received", topic: string, payload: Uint8Array, isRetained: boolean}} ConnectionEvent
  */
-/** @typedef {import("mqtt").Client} Client */
+/** @typedef {import("../vendor/mqtt.esm.js").Client} Client */
 
 const KEEPALIVE_S = 30;
 const TIMEOUT_S = 15;

@@ -114,10 +114,8 @@ export class Features {
     this.#worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module", name: "features" });
     this.#worker.onmessage = ({ data }) => this.#answered(data);
     this.#worker.onerror = ({ message }) => this.end(new GraphFailed(`the worker has ended: ${message}`));
-    // An import map does not reach into a worker.
-    const runtime = import.meta.resolve("onnxruntime-web");
     const threads = crossOriginIsolated ? Math.min(MAX_THREADS, navigator.hardwareConcurrency) : 1;
-    this.#call("start", [{ runtime, wasm: new URL("./", runtime).href, threads }]).catch(() => {});
+    this.#call("start", [threads]).catch(() => {});
   }
 
   /** @param {{id: number, result: any, error?: {kind: string, message: string}}} answer */

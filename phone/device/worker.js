@@ -5,10 +5,10 @@ import { onWhite, UnusableImage } from "../core/pixels.js";
 import { backboneMetadata, headMetadata, refuseForeignHead } from "../core/metadata.js";
 import { readOnnx, RefusedFile } from "../core/onnx_file.js";
 import { preprocess } from "../core/preprocessing.js";
+import { env, InferenceSession, Tensor } from "../vendor/ort.wasm.min.mjs";
 import { hex, sha256 } from "../wire/signatures.js";
 
-/** @typedef {import("onnxruntime-web")} Runtime */
-/** @typedef {import("onnxruntime-web").InferenceSession} Session */
+/** @typedef {import("../vendor/ort.wasm.min.mjs").InferenceSession} Session */
 /** @typedef {import("../core/pixels.js").Image} Image */
 /** @typedef {{backbone: string, featureSize: number, classes: string[]}} Expected */
 
@@ -17,8 +17,6 @@ const MAX_HEAD_BYTES = 2 ** 26;
 const MAX_PIXELS = 2 ** 26;
 const SUM_TOLERANCE = 1e-3;
 
-/** @type {Runtime} */
-let runtime;
 /** @type {Map<string, {session: Session, metadata: import("../core/metadata.js").BackboneMetadata}>} */
 const backbones = new Map();
 /** @type {Map<string, {session: Session, metadata: import("../core/metadata.js").HeadMetadata}>} */
@@ -76,14 +74,13 @@ function refuseSignature(session, inputs, outputs) {
 }
 
 /** @param {Uint8Array} file */
-const opened = (file) => guarded(() => runtime.InferenceSession.create(file, { executionProviders: ["wasm"] }));
+const opened = (file) => guarded(() => InferenceSession.create(file, { executionProviders: ["wasm"] }));
 
 const CALLS = {
-  /** @param {{runtime: string, wasm: string, threads: number}} where */
-  async start(where) {
-    runtime = await import(where.runtime);
-    runtime.env.wasm.wasmPaths = where.wasm;
-    runtime.env.wasm.numThreads = where.threads;
+  /** @param {number} threads */
+  async start(threads) {
+    env.wasm.wasmPaths = new URL("../vendor/", import.meta.url).href;
+    env.wasm.numThreads = threads;
   },
 
   /** Return a file for an image, and the digest of its pixels. @param {Blob | ImageData} source */
@@ -118,7 +115,7 @@ const CALLS = {
     const { session, metadata } = /** @type {any} */ (backbones.get(digest));
     const { width, height } = metadata.preprocessing;
     const pixels = preprocess(await imageOf(source), metadata.preprocessing);
-    const image = new runtime.Tensor("uint8", pixels, [1, height, width, 3]);
+    const image = new Tensor("uint8", pixels, [1, height, width, 3]);
     const { feature } = await guarded(() => session.run({ image }, ["feature"]));
     const values = /** @type {Float32Array} */ (feature.data);
     if (values.length !== metadata.feature_size) throw new RefusedFile("features of another shape");
@@ -156,7 +153,7 @@ const CALLS = {
     const values = new Float32Array(n * size);
     features.forEach((each, at) => values.set(each, at * size));
     const hasNovelty = slots(session, "output").novelty === "float32 n";
-    const feature = new runtime.Tensor("float32", values, [n, size]);
+    const feature = new Tensor("float32", values, [n, size]);
     const given = await guarded(() => session.run({ feature }, hasNovelty ? ["probabilities", "novelty"] : ["probabilities"]));
     const [all, novelty] = [given.probabilities.data, given.novelty?.data];
     if (all.length !== n * classes || !all.every(Number.isFinite)) throw new RefusedFile("the head gives no finite number for each class");

@@ -3,7 +3,7 @@ import { test } from "node:test";
 
 import { chunkBytes, cut, framesOf, queryRange, Reassembly } from "../wire/frames.js";
 import { decodeMessage, encodeMessage } from "../wire/messages.js";
-import { RefusedMessage } from "../wire/msgpack.js";
+import { decode, encode, RefusedMessage } from "../wire/msgpack.js";
 import { publishesAfterForeign, receiveOwnKey } from "../wire/presence.js";
 import {
   certificateBytes, hex, presenceBytes, recordBytes, sha256, sign, transferBytes, verify, verifyManifest, verifyPresence, verifyRecord,
@@ -36,6 +36,13 @@ for (const { name, type, bytes, reason } of refused) {
 
 test("a message that is too large is refused before it is decoded", () => {
   assert.throws(() => decodeMessage("receipt", new Uint8Array(122_881)), { reason: "malformed" });
+});
+
+test("small values at every place of the buffer are encoded and decoded", () => {
+  for (let size = 0; size < 300; size += 1) {
+    const values = [new Uint8Array(size), 7, -1, null, true, [1], new Map([["a", 2]]), "b"];
+    assert.deepEqual(decode(encode(values)), values);
+  }
 });
 
 test("topics", () => {

@@ -163,6 +163,11 @@ export function encode(value) {
     }
     return start;
   }
+  /** @param {number} code */
+  function byte(code) {
+    const start = grow(1); // which may replace the view
+    view.setUint8(start, code);
+  }
   /** @param {number} code @param {1 | 2 | 4} width @param {number} number */
   function head(code, width, number) {
     const start = grow(1 + width);
@@ -179,7 +184,7 @@ export function encode(value) {
   /** @param {number | bigint} number */
   function whole(number) {
     if (number >= 0) {
-      if (number < 0x80) view.setUint8(grow(1), Number(number));
+      if (number < 0x80) byte(Number(number));
       else if (number < 0x100) head(0xcc, 1, Number(number));
       else if (number < 0x10000) head(0xcd, 2, Number(number));
       else if (number < 0x100000000) head(0xce, 4, Number(number));
@@ -188,7 +193,7 @@ export function encode(value) {
         view.setUint8(start, 0xcf);
         view.setBigUint64(start + 1, BigInt(number));
       }
-    } else if (number >= -32) view.setInt8(grow(1), Number(number));
+    } else if (number >= -32) byte(Number(number));
     else if (number >= -0x80) head(0xd0, 1, Number(number));
     else if (number >= -0x8000) head(0xd1, 2, Number(number));
     else if (number >= -0x80000000) head(0xd2, 4, Number(number));
@@ -200,8 +205,8 @@ export function encode(value) {
   }
   /** @param {unknown} each */
   function write(each) {
-    if (each === null) view.setUint8(grow(1), 0xc0);
-    else if (typeof each === "boolean") view.setUint8(grow(1), each ? 0xc3 : 0xc2);
+    if (each === null) byte(0xc0);
+    else if (typeof each === "boolean") byte(each ? 0xc3 : 0xc2);
     else if (typeof each === "bigint" || Number.isSafeInteger(each)) whole(/** @type {number | bigint} */ (each));
     else if (each instanceof Float) {
       const start = grow(9);
@@ -209,7 +214,7 @@ export function encode(value) {
       view.setFloat64(start + 1, each.value);
     } else if (typeof each === "string") {
       const data = new TextEncoder().encode(each);
-      if (data.length < 32) view.setUint8(grow(1), 0xa0 | data.length);
+      if (data.length < 32) byte(0xa0 | data.length);
       else if (data.length < 0x100) head(0xd9, 1, data.length);
       else if (data.length < 0x10000) head(0xda, 2, data.length);
       else head(0xdb, 4, data.length);
@@ -220,12 +225,12 @@ export function encode(value) {
       else head(0xc6, 4, each.length);
       put(each);
     } else if (Array.isArray(each)) {
-      if (each.length < 16) view.setUint8(grow(1), 0x90 | each.length);
+      if (each.length < 16) byte(0x90 | each.length);
       else if (each.length < 0x10000) head(0xdc, 2, each.length);
       else head(0xdd, 4, each.length);
       each.forEach(write);
     } else if (each instanceof Map) {
-      if (each.size < 16) view.setUint8(grow(1), 0x80 | each.size);
+      if (each.size < 16) byte(0x80 | each.size);
       else if (each.size < 0x10000) head(0xde, 2, each.size);
       else head(0xdf, 4, each.size);
       for (const [key, item] of each) {
