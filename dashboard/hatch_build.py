@@ -6,7 +6,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-NOT_INCLUDED = ("tests", "node_modules", "package.json", "package-lock.json", "tsconfig.json")
+NOT_INCLUDED = ("tests", "node_modules", "package.json", "package-lock.json", "tsconfig.json", "vendor.d.ts")
 """Of the page's folder."""
 
 
