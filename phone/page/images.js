@@ -1,0 +1,97 @@
+// @ts-check
+/** The images on this phone: look at them, change their class, delete them. */
+
+import { html, useEffect, useRef, useState } from "../vendor/standalone.module.js";
+import { Notice } from "./notices.js";
+import { count, t, time } from "./texts.js";
+
+/** @typedef {import("./app.js").Device} Device */
+/** @typedef {import("./app.js").DeviceState} DeviceState */
+/** @typedef {DeviceState["images"][number]} Image */
+
+const SHOWN = 60;
+
+/** @param {{device: Device, state: DeviceState}} props */
+export function Images({ device, state }) {
+  const [opened, setOpened] = useState(/** @type {number | null} */ (null));
+  const [suspects, setSuspects] = useState(/** @type {ReadonlySet<number>} */ (new Set()));
+  useEffect(() => {
+    let isOver = false;
+    device.suspicious().then((ids) => isOver || setSuspects(new Set(ids)));
+    return () => void (isOver = true);
+  }, [state.images.length]);
+
+  const classes = state.task?.classes ?? [];
+  const image = state.images.find(({ id }) => id === opened);
+  if (!state.images.length) return html`<section><p class="quiet">${t("no_images")}</p></section>`;
+  return html`${suspects.size > 0 && html`<${Notice} kind="warn" text=${t("suspicious")} />`}
+    ${classes.map((name, label) => {
+      const images = state.images.filter((each) => each.label === label);
+      images.sort((a, b) => Number(suspects.has(b.id)) - Number(suspects.has(a.id)) || b.time_s - a.time_s);
+      return images.length > 0 && html`<${Gallery} key=${name} device=${device} name=${name} images=${images} suspects=${suspects} open=${setOpened} />`;
+    })}
+    ${image && html`<${Details} key=${image.id} device=${device} image=${image} classes=${classes} close=${() => setOpened(null)} />`}`;
+}
+
+/** @param {{device: Device, name: string, images: Image[], suspects: ReadonlySet<number>, open: (id: number) => void}} props */
+function Gallery({ device, name, images, suspects, open }) {
+  const [shown, setShown] = useState(SHOWN);
+  return html`<section>
+    <h2>${t("images_of", { label: name, count: count(images.length) })}</h2>
+    <ul class="gallery">
+      ${images.slice(0, shown).map(
+        (image) => html`<li key=${image.id} class=${suspects.has(image.id) ? "suspect" : ""}>
+          <button type="button" onClick=${() => open(image.id)}>
+            <${Photograph} device=${device} id=${image.id} label=${t("open_image", { label: name, time: time(image.time_s) })} />
+          </button>
+        </li>`,
+      )}
+    </ul>
+    ${images.length > shown && html`<button type="button" class="wide" onClick=${() => setShown(shown + SHOWN)}>+ ${count(images.length - shown)}</button>`}
+  </section>`;
+}
+
+/** @param {{device: Device, id: number, label: string}} props an image file of the store */
+function Photograph({ device, id, label }) {
+  const [url, setUrl] = useState("");
+  useEffect(() => {
+    let made = "";
+    let isOver = false;
+    device.imageFile(id).then((blob) => {
+      if (isOver || !blob) return;
+      made = URL.createObjectURL(blob);
+      setUrl(made);
+    });
+    return () => {
+      isOver = true;
+      if (made) URL.revokeObjectURL(made);
+    };
+  }, [id]);
+  return html`<img src=${url || undefined} alt=${label} loading="lazy" />`;
+}
+
+/** @param {{device: Device, image: Image, classes: readonly string[], close: () => void}} props */
+function Details({ device, image, classes, close }) {
+  const dialog = useRef(/** @type {HTMLDialogElement | null} */ (null));
+  useEffect(() => dialog.current?.showModal(), []);
+  const name = classes[image.label];
+  async function remove() {
+    await device.deleteImage(image.id);
+    close();
+  }
+  return html`<dialog ref=${dialog} onClose=${close} aria-label=${t("open_image", { label: name, time: time(image.time_s) })}>
+    <${Photograph} device=${device} id=${image.id} label=${name} />
+    <p class="quiet small">${time(image.time_s)}${image.held_out && ` · ${t("held_out")}`}</p>
+    <label>
+      ${t("change_class")}
+      <select value=${image.label} onChange=${(/** @type {any} */ event) => device.relabel(image.id, Number(event.target.value))}>
+        ${classes.map((each, label) => html`<option value=${label}>${each}</option>`)}
+      </select>
+    </label>
+    ${image.uploaded && html`<p class="quiet small">${t("delete_note")}</p>`}
+    <div class="row">
+      <button type="button" class="danger" onClick=${remove}>${t("delete")}</button>
+      <button type="button" onClick=${() => dialog.current?.close()}>${t("close")}</button>
+    </div>
+  </dialog>`;
+}

@@ -1,0 +1,68 @@
+// @ts-check
+/** The first screen: a link to a fleet, and a name for this phone. */
+
+import { html, useState } from "../vendor/standalone.module.js";
+import { Notice } from "./notices.js";
+import { problemText, t } from "./texts.js";
+
+/** @typedef {import("./app.js").Device} Device */
+
+const NAME = "[A-Za-z0-9_\\-]{1,64}";
+
+/** @param {string} text @returns {{fleet: string, name: string} | null} null if it is no link to a fleet */
+export function readLink(text) {
+  const at = text.indexOf("#");
+  const fields = new URLSearchParams(at < 0 ? "" : text.slice(at + 1));
+  const fleet = fields.get("fleet");
+  return fleet ? { fleet, name: fields.get("name") ?? "" } : null;
+}
+
+function randomName() {
+  const bytes = crypto.getRandomValues(new Uint8Array(3));
+  return `phone-${Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("")}`;
+}
+
+/** @param {{device: Device}} props */
+export function Join({ device }) {
+  const [link, setLink] = useState(location.hash.length > 1 ? location.href : "");
+  const [own, setName] = useState(randomName);
+  const [problem, setProblem] = useState("");
+  const [isBusy, setBusy] = useState(false);
+  const found = readLink(link);
+  const name = found?.name || own;
+
+  /** @param {Event} event */
+  async function join(event) {
+    event.preventDefault();
+    if (!found) return setProblem(t("wrong_link"));
+    setBusy(true);
+    setProblem("");
+    try {
+      await device.join(link, name);
+      history.replaceState(null, "", "./"); // the secret is used
+    } catch (error) {
+      setProblem(problemText(error instanceof Error ? error.message : String(error)));
+    }
+    setBusy(false);
+  }
+
+  return html`<section>
+    <h2>${t("join_title", { fleet: found?.fleet ?? "" })}</h2>
+    <p>${t("join_what")}</p>
+    <form onSubmit=${join}>
+      ${
+        !(location.hash.length > 1) &&
+        html`<p>${t("join_no_link")}</p>
+          <label>${t("link")} <input type="text" inputmode="url" autocomplete="off" value=${link} onInput=${(/** @type {any} */ event) => setLink(event.target.value)} /></label>`
+      }
+      <label
+        >${t("name")}
+        <input type="text" required pattern=${NAME} autocomplete="off" autocapitalize="off" spellcheck="false" readonly=${Boolean(found?.name)} value=${name} aria-describedby="name-rule"
+          onInput=${(/** @type {any} */ event) => setName(event.target.value)} />
+      </label>
+      <p class="quiet small" id="name-rule">${t("name_rule")}</p>
+      ${problem && html`<${Notice} kind="bad" text=${problem} />`}
+      <button class="primary wide" disabled=${isBusy || !found}>${isBusy ? t("joining") : t("join_button")}</button>
+    </form>
+  </section>`;
+}

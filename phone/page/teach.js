@@ -1,0 +1,129 @@
+// @ts-check
+/** Take images: one tap for a class. */
+
+import { html, useEffect, useRef, useState } from "../vendor/standalone.module.js";
+import { photographOf } from "./camera.js";
+import { Notice } from "./notices.js";
+import { count, problemText, t } from "./texts.js";
+import { Viewfinder } from "./viewfinder.js";
+
+/** @typedef {import("./app.js").Device} Device */
+/** @typedef {import("./app.js").DeviceState} DeviceState */
+
+const HOLD_MS = 500;
+const BURST_MS = 300;
+
+/** @param {{device: Device, state: DeviceState}} props */
+export function Teach({ device, state }) {
+  const video = useRef(/** @type {HTMLVideoElement | null} */ (null));
+  const [last, setLast] = useState(/** @type {{id: number, label: string} | null} */ (null));
+  const [problem, setProblem] = useState("");
+  const [flash, setFlash] = useState(0);
+  const { task } = state;
+  if (!task) return null;
+
+  /** @param {number} label @param {Blob} blob @param {"camera" | "file"} origin */
+  async function add(label, blob, origin) {
+    try {
+      const id = await device.addImage({ blob, label, origin });
+      setProblem("");
+      setLast({ id, label: task?.classes[label] ?? "" });
+    } catch (error) {
+      setProblem(t("unusable", { reason: problemText(error instanceof Error ? error.message : String(error)) }));
+    }
+  }
+
+  /** @param {number} label */
+  async function take(label) {
+    if (!video.current) return;
+    const blob = await photographOf(video.current);
+    if (!blob) return;
+    setFlash((number) => number + 1);
+    await add(label, blob, "camera");
+  }
+
+  async function undo() {
+    if (last) await device.deleteImage(last.id);
+    setLast(null);
+  }
+
+  return html`<${Viewfinder} onVideo=${(/** @type {HTMLVideoElement | null} */ shown) => (video.current = shown)}>
+      ${flash > 0 && html`<div class="flash" key=${flash}></div>`}
+    <//>
+    ${problem && html`<${Notice} kind="bad" text=${problem} />`}
+    <div class="row one-line">
+      <span role="status" class="small">${last ? t("taken", { label: last.label }) : t("teach_hint")}</span>
+      <button type="button" onClick=${undo} disabled=${!last}>${t("undo")}</button>
+    </div>
+    <ul class="classes">
+      ${task.classes.map(
+        (name, label) => html`<li key=${name}><${ClassButton} name=${name} missing=${state.missing[label]} take=${() => take(label)} /></li>`,
+      )}
+    </ul>
+    ${
+      state.storage.persistent
+        ? html`<${Files} classes=${task.classes} add=${(/** @type {number} */ label, /** @type {Blob} */ blob) => add(label, blob, "file")} />`
+        : html`<p class="quiet small">${t("only_camera")}</p>`
+    }`;
+}
+
+/** One tap takes an image, holding takes several. @param {{name: string, missing: number, take: () => Promise<void>}} props */
+function ClassButton({ name, missing, take }) {
+  const timer = useRef(0);
+  const isBurst = useRef(false);
+
+  const stop = () => {
+    clearTimeout(timer.current);
+    timer.current = 0;
+  };
+  useEffect(() => stop, []);
+
+  async function burst() {
+    isBurst.current = true;
+    const mine = timer.current;
+    await take();
+    if (timer.current === mine) timer.current = setTimeout(burst, BURST_MS);
+  }
+  function press() {
+    isBurst.current = false;
+    timer.current = setTimeout(burst, HOLD_MS);
+  }
+  function tap() {
+    stop();
+    if (!isBurst.current) take();
+    isBurst.current = false;
+  }
+  return html`<button type="button" onPointerDown=${press} onPointerUp=${stop} onPointerLeave=${stop} onPointerCancel=${stop} onClick=${tap} onContextMenu=${(/** @type {Event} */ event) => event.preventDefault()}>
+    <strong>${name}</strong>
+    <span class="missing">${missing > 0 ? t("missing", { count: missing }) : t("enough")}</span>
+  </button>`;
+}
+
+/** @param {{classes: readonly string[], add: (label: number, blob: Blob) => Promise<void>}} props */
+function Files({ classes, add }) {
+  const [label, setLabel] = useState(0);
+  const [done, setDone] = useState(0);
+
+  /** @param {any} event */
+  async function choose(event) {
+    const files = [...event.target.files];
+    event.target.value = "";
+    for (const [at, file] of files.entries()) {
+      await add(label, file);
+      setDone(at + 1);
+    }
+    setDone(0);
+  }
+  return html`<section>
+    <label>
+      ${t("change_class")}
+      <select value=${label} onChange=${(/** @type {any} */ event) => setLabel(Number(event.target.value))}>
+        ${classes.map((name, each) => html`<option value=${each}>${name}</option>`)}
+      </select>
+    </label>
+    <label class="button wide">
+      ${t("choose_files")} ${done > 0 && count(done)}
+      <input type="file" accept="image/*" multiple onChange=${choose} />
+    </label>
+  </section>`;
+}
