@@ -48,8 +48,9 @@ LONGEST = (
 """Whole fleets run first, so that no process of pytest is left alone with one at the end."""
 
 VENDOR = "python -m dashboard.vendor"
+TYPESCRIPT = "npm ci --prefix phone"
 PACKAGES = r"apt-get install ([a-z -]*[a-z])"
-INSTALLABLE = re.compile(rf"{PACKAGES}|{VENDOR}")
+INSTALLABLE = re.compile(rf"{PACKAGES}|{VENDOR}|{TYPESCRIPT}")
 """In the reason of a skip: something is missing that `.ci/run` installs."""
 
 HIDDEN = "hidden by make test-fast"
@@ -121,6 +122,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         commands = [f"apt-get install {' '.join(sorted(set(names)))}"] if names else []
         if "npm" in names or any(VENDOR in reason for reason in lacking.values()):
             commands.append(f".venv/bin/{VENDOR}")
+        if any(TYPESCRIPT in reason for reason in lacking.values()):
+            commands.append(TYPESCRIPT)
         commands.append(f"make test TESTS=@{file.relative_to(config.rootpath)}")
         terminalreporter.write_line(f"to run {len(lacking)} of them: {' && '.join(commands)}")
 

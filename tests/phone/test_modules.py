@@ -1,4 +1,4 @@
-"""The phone's modules read the test vectors, in Node."""
+"""Tests of the phone's modules in Node, and their types."""
 
 import os
 import subprocess
@@ -10,6 +10,7 @@ from tests.support.programs import find_program
 
 ROOT = Path(__file__).parents[2]
 NODE = find_program("node")
+TSC = ROOT / "phone" / "node_modules" / "typescript" / "bin" / "tsc"
 
 
 @pytest.mark.skipif(NODE is None, reason="node is not installed: apt-get install nodejs npm")
@@ -25,5 +26,17 @@ def test_the_phone_agrees_with_the_vectors() -> None:
         encoding="utf-8",
         check=False,
         env=environment,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+@pytest.mark.skipif(NODE is None or not TSC.is_file(), reason="TypeScript is not installed: npm ci --prefix phone")
+def test_the_types_in_comments_are_consistent() -> None:
+    done = subprocess.run(
+        [str(NODE), str(TSC), "--project", str(ROOT / "phone")],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
