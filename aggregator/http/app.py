@@ -27,7 +27,7 @@ from aggregator.http.commands import (
     enrollment_archive,
     run_command,
 )
-from aggregator.http.join_page import PATH, JoinPage, phone_folder
+from aggregator.http.join_page import PATH, FileList, JoinPage, phone_folder
 from aggregator.http.metrics import CONTENT_TYPE, metrics_text
 from aggregator.http.openapi import JSON_TYPE, Endpoint, openapi_document
 from aggregator.http.settings import HttpSettings
@@ -103,6 +103,7 @@ def _join_page(static: Path) -> list[BaseRoute]:
         return []
     return [
         Route(PATH, lambda _: RedirectResponse(f"{PATH}/")),
+        Route(f"{PATH}/files.js", FileList(folder, static / "vendor").answer),
         Mount(f"{PATH}/vendor", JoinPage(directory=static / "vendor")),
         Mount(PATH, JoinPage(directory=folder, html=True)),
     ]

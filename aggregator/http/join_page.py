@@ -1,9 +1,13 @@
 """The page for phones, `/join/`: its files, and their headers."""
 
+import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
@@ -27,6 +31,17 @@ TYPES = {
 NOT_SERVED = frozenset({"tests", "node_modules"})
 """Folders of a checkout."""
 
+LIBRARIES = (
+    "mqtt.esm.js",
+    "ort-wasm-simd-threaded.mjs",
+    "ort-wasm-simd-threaded.wasm",
+    "ort.wasm.min.mjs",
+    "standalone.module.js",
+)
+"""The page's files in the dashboard's `vendor` folder."""
+
+WORKER = "sw.js"
+
 INSECURE = """\
 <!doctype html>
 <html lang="en">
@@ -46,6 +61,32 @@ def phone_folder(static: Path) -> Path | None:
     """Return the folder of the page's files, by that of the dashboard's files; None if there is none."""
     package = static.parent
     return next((each for each in (package / "phone", package.parent / "phone") if each.is_dir()), None)
+
+
+class FileList:
+    """The script that names the files of the page for its service worker, which keeps them for use without a network.
+
+    It changes with any of them, and a changed script makes the browser fetch all again.
+    """
+
+    def __init__(self, phone: Path, vendor: Path) -> None:
+        version, names = hashlib.sha256(), []
+        for name, file in [*_page_files(phone), *((f"vendor/{name}", vendor / name) for name in LIBRARIES)]:
+            names.append("./" if name == "index.html" else name)
+            version.update(f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+        listed = {"version": version.hexdigest()[:16], "files": names}
+        self.script = b"self.FILES = " + msgspec.json.encode(listed) + b";\n"
+
+    async def answer(self, request: Request) -> Response:
+        headers = page_headers(request.headers, is_tls=is_tls(request.scope, request.headers))
+        return Response(self.script, headers={"content-type": TYPES[".js"], **headers})
+
+
+def _page_files(phone: Path) -> Iterator[tuple[str, Path]]:
+    for file in sorted(phone.rglob("*")):
+        name = file.relative_to(phone)
+        if file.suffix in TYPES and name.parts[0] not in NOT_SERVED and str(name) != WORKER:
+            yield name.as_posix(), file
 
 
 class JoinPage(StaticFiles):

@@ -30,7 +30,9 @@ def test_the_phone_agrees_with_the_vectors() -> None:
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
-@pytest.mark.skipif(NODE is None or not TSC.is_file(), reason="TypeScript is not installed: npm ci --prefix phone")
+@pytest.mark.skipif(
+    NODE is None or not TSC.is_file(), reason="TypeScript is not installed: npm ci --prefix phone"
+)
 def test_the_types_in_comments_are_consistent() -> None:
     done = subprocess.run(
         [str(NODE), str(TSC), "--project", str(ROOT / "phone")],

@@ -1,6 +1,7 @@
 """The page for phones: which files are served, with which headers, and over which addresses."""
 
 import contextlib
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from aggregator.http.app import page_folder
-from aggregator.http.join_page import TYPES, JoinPage, phone_folder
+from aggregator.http.join_page import TYPES, FileList, JoinPage, phone_folder
 from tests.unit.aggregator.http.servers import TOKEN, Client, serving
 from tests.unit.aggregator.status.stores import started_store
 
@@ -48,6 +49,27 @@ def test_files_have_the_headers_of_an_isolated_page(client: Client) -> None:
 def test_unchanged_file_is_not_sent_again(client: Client) -> None:
     tag = client.get("/join/core/resize.js").headers["etag"]
     assert client.get("/join/core/resize.js", If_None_Match=tag).status == 304
+
+
+def test_service_worker_gets_every_file_that_it_lists(client: Client) -> None:
+    """All that are served but itself; their version changes with a file."""
+    script = client.get("/join/files.js").body.decode()
+    listed = json.loads(script.removeprefix("self.FILES = ").removesuffix(";\n"))
+    assert {"./", "page/app.js", "style.css", "vendor/mqtt.esm.js"} <= set(listed["files"])
+    assert not {"sw.js", "files.js", "tests/png.js", "package.json"} & set(listed["files"])
+    for name in listed["files"]:
+        assert client.get(f"/join/{name.removeprefix('./')}").status == 200, name
+
+
+def test_changed_file_is_another_version(tmp_path: Path) -> None:
+    folder, static = page_folder(), tmp_path / "phone"
+    assert folder is not None
+    static.mkdir()
+    (static / "index.html").write_text("one")
+    before = FileList(static, folder / "vendor").script
+    assert FileList(static, folder / "vendor").script == before
+    (static / "index.html").write_text("two")
+    assert FileList(static, folder / "vendor").script != before
 
 
 def test_only_the_files_of_the_page_are_served(client: Client) -> None:
