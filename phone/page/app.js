@@ -1,20 +1,19 @@
 // @ts-check
 /** The page: a fleet's name, one screen, and tabs to the others. */
 
-import { openDevice } from "../device/device.js";
+import { missingFeatures, openDevice } from "../device/device.js";
 import { html, render, useEffect, useState } from "../vendor/standalone.module.js";
 import { Images } from "./images.js";
 import { Join } from "./join.js";
 import { Notice, Notices } from "./notices.js";
 import { Privacy } from "./privacy.js";
 import { Recognize } from "./recognize.js";
-import { missingRequirement } from "./requirements.js";
 import { Teach } from "./teach.js";
-import { language, problemText, t } from "./texts.js";
+import { language, reasonOf, t } from "./texts.js";
 import { installWorker, Update } from "./updates.js";
 
 /** @typedef {Awaited<ReturnType<typeof openDevice>>} Device */
-/** @typedef {Device["state"]} DeviceState */
+/** @typedef {import("../device/state.js").DeviceState} DeviceState */
 
 /** @type {Record<string, import("./texts.js").Key>} */
 const SCREENS = { teach: "teach", recognize: "answer", images: "images", privacy: "left" };
@@ -24,16 +23,16 @@ const shownScreen = () => (location.hash.slice(1) in VIEWS ? location.hash.slice
 
 /** @param {{device: Device}} props */
 function App({ device }) {
-  const [state, setState] = useState(device.state);
+  const { state } = device;
   const [screen, setScreen] = useState(shownScreen);
-  useEffect(() => device.subscribe(() => setState(device.state)), []);
   useEffect(() => {
     const change = () => setScreen(shownScreen());
     window.addEventListener("hashchange", change);
     return () => window.removeEventListener("hashchange", change);
   }, []);
 
-  if (!state.fleet) return html`<${Header} state=${null} /><main><${Join} device=${device} /></main>`;
+  if (state.phase === "other_tab") return html`<${Header} state=${null} /><main><${Notice} kind="warn" text=${t("other_tab")} /></main>`;
+  if (state.phase !== "member") return html`<${Header} state=${null} /><main><${Join} device=${device} /></main>`;
   const View = VIEWS[/** @type {keyof typeof VIEWS} */ (screen)];
   return html`<${Header} state=${state} />
     <main>
@@ -49,22 +48,26 @@ function App({ device }) {
 /** @param {{state: DeviceState | null}} props */
 const Header = ({ state }) => html`<header>
   <h1>${state?.fleet ?? "protofleet"}</h1>
-  ${state && html`<span class="chip ${state.connected ? "good" : "warn"}" role="status">${t(state.connected ? "online" : "offline")}</span>`}
+  ${state && html`<span class="chip ${state.connection === "online" ? "good" : "warn"}" role="status">${t(state.connection)}</span>`}
 </header>`;
+
+/** @param {{text: string}} props */
+const Failure = ({ text }) => html`<${Header} state=${null} /><main><${Notice} kind="bad" text=${text} /></main>`;
 
 async function start() {
   document.documentElement.lang = language;
-  const body = document.body;
-  const missing = await missingRequirement();
+  const [missing] = await missingFeatures();
+  if (missing) return render(html`<${Failure} text=${t(missing)} />`, document.body);
+  installWorker();
+  /** @type {Device | null} */
+  let device = null;
+  const draw = () => device && device.state.phase !== "starting" && render(html`<${App} device=${device} />`, document.body);
   try {
-    if (missing) throw new Error(missing);
-    installWorker();
-    const device = await openDevice();
-    render(html`<${App} device=${device} />`, body);
+    device = await openDevice({ onChange: draw });
+    draw();
   } catch (error) {
-    const reason = error instanceof Error ? error.message : String(error);
-    render(html`<${Header} state=${null} /><main><${Notice} kind="bad" text=${problemText(reason)} /></main>`, body);
-    if (!missing) throw error;
+    render(html`<${Failure} text=${t("no_start", { reason: reasonOf(error) })} />`, document.body);
+    throw error;
   }
 }
 

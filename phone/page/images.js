@@ -13,27 +13,27 @@ const SHOWN = 60;
 
 /** @param {{device: Device, state: DeviceState}} props */
 export function Images({ device, state }) {
-  const [opened, setOpened] = useState(/** @type {number | null} */ (null));
-  const [suspects, setSuspects] = useState(/** @type {ReadonlySet<number>} */ (new Set()));
+  const [opened, setOpened] = useState(/** @type {string | null} */ (null));
+  const [suspects, setSuspects] = useState(/** @type {ReadonlySet<string>} */ (new Set()));
   useEffect(() => {
     let isOver = false;
-    device.suspicious().then((ids) => isOver || setSuspects(new Set(ids)));
+    device.suspicious().then((found) => isOver || setSuspects(new Set(found.map(({ id }) => id))));
     return () => void (isOver = true);
-  }, [state.images.length]);
+  }, [state.images.length, state.head?.version]);
 
   const classes = state.task?.classes ?? [];
   const image = state.images.find(({ id }) => id === opened);
   if (!state.images.length) return html`<section><p class="quiet">${t("no_images")}</p></section>`;
   return html`${suspects.size > 0 && html`<${Notice} kind="warn" text=${t("suspicious")} />`}
-    ${classes.map((name, label) => {
-      const images = state.images.filter((each) => each.label === label);
+    ${classes.map((name) => {
+      const images = state.images.filter(({ label }) => label === name);
       images.sort((a, b) => Number(suspects.has(b.id)) - Number(suspects.has(a.id)) || b.time_s - a.time_s);
       return images.length > 0 && html`<${Gallery} key=${name} device=${device} name=${name} images=${images} suspects=${suspects} open=${setOpened} />`;
     })}
     ${image && html`<${Details} key=${image.id} device=${device} image=${image} classes=${classes} close=${() => setOpened(null)} />`}`;
 }
 
-/** @param {{device: Device, name: string, images: Image[], suspects: ReadonlySet<number>, open: (id: number) => void}} props */
+/** @param {{device: Device, name: string, images: Image[], suspects: ReadonlySet<string>, open: (id: string) => void}} props */
 function Gallery({ device, name, images, suspects, open }) {
   const [shown, setShown] = useState(SHOWN);
   return html`<section>
@@ -51,13 +51,13 @@ function Gallery({ device, name, images, suspects, open }) {
   </section>`;
 }
 
-/** @param {{device: Device, id: number, label: string}} props an image file of the store */
+/** @param {{device: Device, id: string, label: string}} props an image file of the store */
 function Photograph({ device, id, label }) {
   const [url, setUrl] = useState("");
   useEffect(() => {
     let made = "";
     let isOver = false;
-    device.imageFile(id).then((blob) => {
+    device.imageBlob(id).then((blob) => {
       if (isOver || !blob) return;
       made = URL.createObjectURL(blob);
       setUrl(made);
@@ -74,7 +74,7 @@ function Photograph({ device, id, label }) {
 function Details({ device, image, classes, close }) {
   const dialog = useRef(/** @type {HTMLDialogElement | null} */ (null));
   useEffect(() => dialog.current?.showModal(), []);
-  const name = classes[image.label];
+  const { label: name } = image;
   async function remove() {
     await device.deleteImage(image.id);
     close();
@@ -84,8 +84,8 @@ function Details({ device, image, classes, close }) {
     <p class="quiet small">${time(image.time_s)}${image.held_out && ` · ${t("held_out")}`}</p>
     <label>
       ${t("change_class")}
-      <select value=${image.label} onChange=${(/** @type {any} */ event) => device.relabel(image.id, Number(event.target.value))}>
-        ${classes.map((each, label) => html`<option value=${label}>${each}</option>`)}
+      <select value=${name} onChange=${(/** @type {any} */ event) => device.relabel(image.id, event.target.value)}>
+        ${classes.map((each) => html`<option value=${each}>${each}</option>`)}
       </select>
     </label>
     ${image.uploaded && html`<p class="quiet small">${t("delete_note")}</p>`}

@@ -1,20 +1,22 @@
 // @ts-check
 /** The first screen: a link to a fleet, and a name for this phone. */
 
+import { JoinError, readLink } from "../device/membership.js";
 import { html, useState } from "../vendor/standalone.module.js";
 import { Notice } from "./notices.js";
-import { problemText, t } from "./texts.js";
+import { reasonOf, t } from "./texts.js";
 
 /** @typedef {import("./app.js").Device} Device */
 
 const NAME = "[A-Za-z0-9_\\-]{1,64}";
 
-/** @param {string} text @returns {{fleet: string, name: string} | null} null if it is no link to a fleet */
-export function readLink(text) {
-  const at = text.indexOf("#");
-  const fields = new URLSearchParams(at < 0 ? "" : text.slice(at + 1));
-  const fleet = fields.get("fleet");
-  return fleet ? { fleet, name: fields.get("name") ?? "" } : null;
+/** @param {string} text @returns {import("../device/membership.js").Link | null} null if it is no link to a fleet */
+function linkOf(text) {
+  try {
+    return readLink(text);
+  } catch {
+    return null;
+  }
 }
 
 function randomName() {
@@ -28,20 +30,20 @@ export function Join({ device }) {
   const [own, setName] = useState(randomName);
   const [problem, setProblem] = useState("");
   const [isBusy, setBusy] = useState(false);
-  const found = readLink(link);
+  const found = linkOf(link);
   const name = found?.name || own;
 
   /** @param {Event} event */
   async function join(event) {
     event.preventDefault();
-    if (!found) return setProblem(t("wrong_link"));
+    if (!found) return setProblem(t("join_link"));
     setBusy(true);
     setProblem("");
     try {
       await device.join(link, name);
       history.replaceState(null, "", "./"); // the secret is used
     } catch (error) {
-      setProblem(problemText(error instanceof Error ? error.message : String(error)));
+      setProblem(error instanceof JoinError ? t(`join_${error.key}`, { detail: error.message }) : reasonOf(error));
     }
     setBusy(false);
   }

@@ -2,7 +2,7 @@
 /** Sentences that need attention. */
 
 import { html } from "../vendor/standalone.module.js";
-import { percent, problemText, t } from "./texts.js";
+import { percent, t } from "./texts.js";
 
 /** @typedef {import("./app.js").DeviceState} DeviceState */
 
@@ -11,11 +11,11 @@ export const Notice = ({ kind, text }) => html`<p class="notice ${kind}" role=${
 
 /** @param {{state: DeviceState}} props what keeps this phone from taking part */
 export function Notices({ state }) {
-  const reasons = [state.problem, state.unsupported, state.storage.full ? "storage_full" : ""].filter(Boolean);
-  const { loading } = state;
+  const { task, unsupported, problem, download } = state;
   return html`<div>
-    ${reasons.map((reason) => html`<${Notice} key=${reason} kind="bad" text=${problemText(String(reason))} />`)}
-    ${!state.task && !reasons.length && html`<${Notice} kind="warn" text=${t("no_task")} />`}
-    ${loading !== null && html`<${Notice} kind="warn" text=${t("loading", { percent: percent(loading) })} />`}
+    ${problem && html`<${Notice} kind="bad" text=${t(problem.key, { detail: problem.detail })} />`}
+    ${unsupported && html`<${Notice} kind="bad" text=${t(unsupported)} />`}
+    ${!task && !problem && html`<${Notice} kind="warn" text=${t("no_task")} />`}
+    ${download && html`<${Notice} kind="warn" text=${t("loading", { percent: percent(download.done_bytes / Math.max(1, download.total_bytes)) })} />`}
   </div>`;
 }

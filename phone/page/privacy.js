@@ -10,25 +10,23 @@ import { count, lines, percent, t, time } from "./texts.js";
 const SHOWN = 10;
 
 /** @param {DeviceState["upload"]} upload */
-function uploadText({ state, sent_bytes, total_bytes }) {
-  if (state === "sending") return t("upload_sending", { percent: percent(total_bytes ? sent_bytes / total_bytes : 0) });
-  if (state === "waiting") return t("upload_waiting");
-  return state === "received" ? t("upload_received") : t("upload_idle");
+function uploadText({ state, sent_bytes, total_bytes, reason }) {
+  return t(`upload_${state}`, { percent: percent(sent_bytes / Math.max(1, total_bytes)), detail: reason });
 }
 
 /** @param {{device: Device, state: DeviceState}} props */
 export function Privacy({ device, state }) {
   const dialog = useRef(/** @type {HTMLDialogElement | null} */ (null));
-  const { left } = state;
+  const submissions = state.left.filter(({ kind }) => kind === "submission");
   return html`<section>
       <h2>${t("left_title")}</h2>
       <dl>
-        <dt>${t("left_bytes")}</dt><dd>${count(left.total_bytes)} ${t("bytes")}</dd>
-        <dt>${t("left_images")}</dt><dd>${count(left.submissions.at(-1)?.images ?? 0)}</dd>
+        <dt>${t("left_bytes")}</dt><dd>${count(state.left_total.bytes)} ${t("bytes")}</dd>
+        <dt>${t("left_images")}</dt><dd>${count(submissions[0]?.images ?? 0)}</dd>
         <dt>${t("left_kept")}</dt><dd>${count(state.images.length)}</dd>
       </dl>
       <p role="status" class="small">${uploadText(state.upload)}</p>
-      ${left.submissions.length ? html`<${Uploads} submissions=${left.submissions} />` : html`<p class="quiet">${t("left_none")}</p>`}
+      ${submissions.length ? html`<${Uploads} submissions=${submissions} />` : html`<p class="quiet">${t("left_none")}</p>`}
     </section>
     <section>
       <h2>${t("leaves_title")}</h2>
@@ -39,7 +37,7 @@ export function Privacy({ device, state }) {
     </section>
     <section>
       <h2>${t("leave_title")}</h2>
-      <p class="quiet small">${state.fleet} · ${state.name}</p>
+      <p class="quiet small">${state.fleet} · ${state.device}</p>
       <button type="button" class="danger wide" onClick=${() => dialog.current?.showModal()}>${t("leave_button")}</button>
       <dialog ref=${dialog} aria-label=${t("leave_title")}>
         <p>${t("leave_sure")}</p>
@@ -51,12 +49,12 @@ export function Privacy({ device, state }) {
     </section>`;
 }
 
-/** @param {{submissions: DeviceState["left"]["submissions"]}} props */
+/** @param {{submissions: DeviceState["left"]}} props */
 function Uploads({ submissions }) {
   return html`<table>
     <thead><tr><th scope="col">${t("time")}</th><th scope="col">${t("bytes")}</th><th scope="col">${t("averages")}</th><th scope="col">${t("images")}</th></tr></thead>
     <tbody>
-      ${submissions.slice(-SHOWN).reverse().map(
+      ${submissions.slice(0, SHOWN).map(
         (each) => html`<tr key=${each.time_s}>
           <td>${time(each.time_s)}</td><td>${count(each.bytes)}</td><td>${count(each.prototypes)}</td><td>${count(each.images)}</td>
         </tr>`,

@@ -4,12 +4,12 @@
 import { html, useEffect, useRef, useState } from "../vendor/standalone.module.js";
 import { frameOf } from "./camera.js";
 import { Notice } from "./notices.js";
-import { count, percent, problemText, t } from "./texts.js";
+import { count, percent, reasonOf, t } from "./texts.js";
 import { Viewfinder } from "./viewfinder.js";
 
 /** @typedef {import("./app.js").Device} Device */
 /** @typedef {import("./app.js").DeviceState} DeviceState */
-/** @typedef {Awaited<ReturnType<Device["classify"]>>} Answer */
+/** @typedef {NonNullable<Awaited<ReturnType<Device["classify"]>>>} Answer */
 
 const SHOWN = 3;
 const PAUSE_MS = 20;
@@ -39,7 +39,7 @@ export function Recognize({ device, state }) {
         setProblem("");
       } catch (error) {
         if (isOver) return;
-        setProblem(problemText(error instanceof Error ? error.message : String(error)));
+        setProblem(reasonOf(error));
       }
       if (!isOver) setTimeout(next, PAUSE_MS);
     };
@@ -47,13 +47,12 @@ export function Recognize({ device, state }) {
     return () => void (isOver = true);
   }, [video, hasHead]);
 
-  const classes = state.task?.classes ?? [];
   return html`<${Viewfinder} onVideo=${setVideo}>
-      ${answer && html`<div class="overlay"><div class="name" role="status">${answerText(answer, classes)}</div></div>`}
+      ${answer && html`<div class="overlay"><div class="name" role="status">${answerText(answer)}</div></div>`}
     <//>
     ${!state.head && html`<${Notice} kind="warn" text=${t("no_head")} />`}
     ${problem && html`<${Notice} kind="bad" text=${problem} />`}
-    ${answer && html`<section><${Bars} answer=${answer} classes=${classes} /></section>`}
+    ${answer && html`<section><${Bars} answer=${answer} /></section>`}
     ${
       state.head &&
       html`<p class="quiet small">
@@ -62,15 +61,14 @@ export function Recognize({ device, state }) {
     }`;
 }
 
-/** @param {Answer} answer @param {readonly string[]} classes */
-function answerText({ state, best }, classes) {
-  if (state === "unrecognized") return t("unrecognized");
-  return state === "unsure" ? t("unsure_of", { label: classes[best] }) : classes[best];
+/** @param {Answer} answer */
+function answerText({ state, best, classes }) {
+  return state === "known" ? classes[best] : t("unrecognized");
 }
 
-/** @param {{answer: Answer, classes: readonly string[]}} props */
-function Bars({ answer, classes }) {
-  const ranked = Array.from(answer.probabilities, (probability, label) => ({ probability, name: classes[label] }));
+/** @param {{answer: Answer}} props */
+function Bars({ answer: { probabilities, classes } }) {
+  const ranked = Array.from(probabilities, (probability, label) => ({ probability, name: classes[label] }));
   ranked.sort((a, b) => b.probability - a.probability);
   return html`<ul class="bars">
     ${ranked.slice(0, SHOWN).map(

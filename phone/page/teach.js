@@ -1,10 +1,11 @@
 // @ts-check
 /** Take images: one tap for a class. */
 
+import { StorageFull } from "../device/device.js";
 import { html, useEffect, useRef, useState } from "../vendor/standalone.module.js";
 import { photographOf } from "./camera.js";
 import { Notice } from "./notices.js";
-import { count, problemText, t } from "./texts.js";
+import { count, reasonOf, t } from "./texts.js";
 import { Viewfinder } from "./viewfinder.js";
 
 /** @typedef {import("./app.js").Device} Device */
@@ -16,24 +17,24 @@ const BURST_MS = 300;
 /** @param {{device: Device, state: DeviceState}} props */
 export function Teach({ device, state }) {
   const video = useRef(/** @type {HTMLVideoElement | null} */ (null));
-  const [last, setLast] = useState(/** @type {{id: number, label: string} | null} */ (null));
+  const [last, setLast] = useState(/** @type {{id: string, label: string} | null} */ (null));
   const [problem, setProblem] = useState("");
   const [flash, setFlash] = useState(0);
   const { task } = state;
   if (!task) return null;
 
-  /** @param {number} label @param {Blob} blob @param {"camera" | "file"} origin */
+  /** @param {string} label @param {Blob} blob @param {"camera" | "file"} origin */
   async function add(label, blob, origin) {
     try {
       const id = await device.addImage({ blob, label, origin });
       setProblem("");
-      setLast({ id, label: task?.classes[label] ?? "" });
+      setLast({ id, label });
     } catch (error) {
-      setProblem(t("unusable", { reason: problemText(error instanceof Error ? error.message : String(error)) }));
+      setProblem(error instanceof StorageFull ? t("storage_full") : t("unusable", { reason: reasonOf(error) }));
     }
   }
 
-  /** @param {number} label */
+  /** @param {string} label */
   async function take(label) {
     if (!video.current) return;
     const blob = await photographOf(video.current);
@@ -57,12 +58,12 @@ export function Teach({ device, state }) {
     </div>
     <ul class="classes">
       ${task.classes.map(
-        (name, label) => html`<li key=${name}><${ClassButton} name=${name} missing=${state.missing[label]} take=${() => take(label)} /></li>`,
+        (name) => html`<li key=${name}><${ClassButton} name=${name} missing=${state.missing[name] ?? 0} take=${() => take(name)} /></li>`,
       )}
     </ul>
     ${
       state.storage.persistent
-        ? html`<${Files} classes=${task.classes} add=${(/** @type {number} */ label, /** @type {Blob} */ blob) => add(label, blob, "file")} />`
+        ? html`<${Files} classes=${task.classes} add=${(/** @type {string} */ label, /** @type {Blob} */ blob) => add(label, blob, "file")} />`
         : html`<p class="quiet small">${t("only_camera")}</p>`
     }`;
 }
@@ -99,9 +100,9 @@ function ClassButton({ name, missing, take }) {
   </button>`;
 }
 
-/** @param {{classes: readonly string[], add: (label: number, blob: Blob) => Promise<void>}} props */
+/** @param {{classes: readonly string[], add: (label: string, blob: Blob) => Promise<void>}} props */
 function Files({ classes, add }) {
-  const [label, setLabel] = useState(0);
+  const [label, setLabel] = useState(classes[0]);
   const [done, setDone] = useState(0);
 
   /** @param {any} event */
@@ -117,8 +118,8 @@ function Files({ classes, add }) {
   return html`<section>
     <label>
       ${t("change_class")}
-      <select value=${label} onChange=${(/** @type {any} */ event) => setLabel(Number(event.target.value))}>
-        ${classes.map((name, each) => html`<option value=${each}>${name}</option>`)}
+      <select value=${label} onChange=${(/** @type {any} */ event) => setLabel(event.target.value)}>
+        ${classes.map((name) => html`<option value=${name}>${name}</option>`)}
       </select>
     </label>
     <label class="button wide">

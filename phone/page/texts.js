@@ -5,22 +5,20 @@
 
 const ENGLISH = {
   // Frame of the page
-  join: "Join",
   teach: "Teach",
   answer: "Recognize",
   images: "Images",
   left: "Privacy",
   online: "connected",
   offline: "offline",
-  stopped: "stopped",
-  working: "Starting",
 
   // What the browser lacks
-  insecure: "This page needs https://, or the address localhost: a browser gives neither camera nor keys to a page without encryption. Ask the person who sent the link for an address with https://.",
-  no_ed25519: "This browser cannot sign with Ed25519. Use a newer one: Chrome 137, Safari 17 or Firefox 129.",
-  no_storage: "This browser stores nothing for this page: leave the private window.",
-  blurred_canvas: "This browser changes the pixels of images to protect you from tracking, so they cannot be recognized. Allow this page to read image data, or use another browser.",
-  another_tab: "protofleet is open in another tab. Close that tab, or use it.",
+  secure: "This page needs https://, or the address localhost: a browser gives neither camera nor keys to a page without encryption. Ask the person who sent the link for an address with https://.",
+  ed25519: "This browser cannot sign with Ed25519. Use a newer one: Chrome 137, Safari 17 or Firefox 129.",
+  storage: "This browser stores nothing for this page: leave the private window.",
+  canvas: "This browser changes the pixels of images to protect you from tracking, so they cannot be recognized. Allow this page to read image data, or use another browser.",
+  other_tab: "protofleet is open in another tab. Close that tab, and this one continues.",
+  no_start: "The page cannot start: {reason}",
 
   // Join
   join_title: "Join the fleet {fleet}",
@@ -31,7 +29,11 @@ const ENGLISH = {
   name_rule: "1 to 64 letters, digits, - or _. The fleet's operator sees this name.",
   join_button: "Join",
   joining: "Joining",
-  wrong_link: "This is not a link to a fleet: it has to contain #fleet=",
+  join_link: "This is not a link to a fleet: it has to contain #fleet=",
+  join_name: "This name is not allowed: 1 to 64 letters, digits, - or _.",
+  join_offline: "The aggregator does not answer. Check the network, and try again.",
+  join_refused: "The aggregator refused: {detail}",
+  join_answer: "The answer is not from the fleet's aggregator. Ask for a new link.",
 
   // Camera
   camera_denied: "The camera is not allowed. Allow it in the browser's settings for this page, then reload the page.",
@@ -49,7 +51,6 @@ const ENGLISH = {
   enough: "enough for the next upload",
   taken: "{label}: image taken",
   undo: "Undo",
-  undone: "Image deleted",
   choose_files: "Add image files",
   only_camera: "This browser may delete this page's data, so only images of the camera count, no files: an image that counted before must not count again.",
   unusable: "This image cannot be used: {reason}",
@@ -67,9 +68,7 @@ const ENGLISH = {
 
   // Recognize
   no_head: "No classifier yet: it arrives when the fleet has enough images.",
-  unsure: "unsure",
   unrecognized: "unrecognized",
-  unsure_of: "unsure, perhaps {label}",
   head_version: "Classifier {version} of the fleet, computed on this phone. Works without a network.",
   speed: "{rate} per second",
 
@@ -92,49 +91,59 @@ const ENGLISH = {
   time: "Time",
   bytes: "Bytes",
   averages: "Averages",
-  upload_waiting: "Upload waits for a connection",
+  upload_none: "No upload is due",
+  upload_building: "The next upload is made",
+  upload_waiting: "The upload waits for a connection",
   upload_sending: "Uploading: {percent}",
   upload_received: "Everything is uploaded",
-  upload_idle: "No upload yet",
   leave_title: "Leave the fleet",
   leave_button: "Leave and delete all",
   leave_sure: "Delete all images and the key on this phone? The fleet keeps what was uploaded; its operator can delete that too.",
   cancel: "Cancel",
 
-  // Problems and tasks that a phone does not take part in
-  storage_full: "The storage of this browser is full: delete images, or free storage on this phone. Nothing was lost.",
+  // Tasks that a phone does not take part in
   rounds: "This fleet trains in rounds, which this page cannot do yet.",
   statistics: "This fleet uploads statistics, which this page cannot do yet.",
-  differential_privacy: "This fleet uses differential privacy, which this page cannot do yet.",
+  privacy: "This fleet uses differential privacy, which this page cannot do yet.",
   perturbation: "This fleet perturbs prototypes, which this page cannot do yet.",
   several_backbones: "This fleet uses several backbones, which this page cannot do yet.",
-  blocks: "This fleet uploads blocks, which this page cannot do yet.",
+
+  // Problems
+  replaced: "Another device uses this phone's key. This phone has stopped.",
   revoked: "The fleet's operator has revoked this phone. It keeps its classifier, and uploads nothing more.",
-  unknown_device: "The fleet does not know this phone. Ask for a new link.",
-  signature: "The fleet's messages have an unknown signature. Ask for a new link.",
-  expired: "The task has expired. Check date and time of this phone.",
-  duplicate: "Another device uses this phone's key. This phone has stopped.",
+  unknown_device: "The fleet does not know this phone. Leave the fleet, and ask for a new link.",
+  name_taken: "Another device of the fleet has this phone's name. Leave the fleet, and join with another name.",
+  not_enrolled: "The fleet does not know this phone's key. Leave the fleet, and ask for a new link.",
+  wrong_fleet: "This address now serves another fleet. Leave the fleet, and ask for a new link.",
+  too_many: "The aggregator has too many connections. This phone tries again.",
+  broker: "The aggregator does not reach its broker. This phone tries again.",
+  storage_full: "The storage of this browser is full: delete images, or free storage on this phone. Nothing was lost.",
+  expired: "The fleet's task has expired. Check date and time of this phone.",
+  download_damaged: "A file arrives damaged again and again. This phone tries again.",
+  upload_refused: "The aggregator refused the upload ({detail}). This phone tries again.",
+  build_failed: "The upload cannot be made: {detail}",
+  head_refused: "The newest classifier cannot be used ({detail}). This phone keeps the one before.",
+  crashed: "The page has failed; reload it. {detail}",
+
   update: "A newer version of this page is ready.",
   reload: "Reload",
 };
 
 /** @type {typeof ENGLISH} */
 const GERMAN = {
-  join: "Beitreten",
   teach: "Lernen",
   answer: "Erkennen",
   images: "Bilder",
   left: "Privatsphäre",
   online: "verbunden",
   offline: "offline",
-  stopped: "beendet",
-  working: "Startet",
 
-  insecure: "Diese Seite braucht https:// oder die Adresse localhost: Ohne Verschlüsselung gibt der Browser weder Kamera noch Schlüssel frei. Frage nach einer Adresse mit https://.",
-  no_ed25519: "Dieser Browser kann nicht mit Ed25519 signieren. Nötig ist ein neuerer: Chrome 137, Safari 17 oder Firefox 129.",
-  no_storage: "Dieser Browser speichert für diese Seite nichts: Verlasse das private Fenster.",
-  blurred_canvas: "Dieser Browser verändert Bildpunkte als Schutz vor Verfolgung; so lassen sich Bilder nicht erkennen. Erlaube der Seite, Bilddaten zu lesen, oder nimm einen anderen Browser.",
-  another_tab: "protofleet ist in einem anderen Tab offen. Schließe ihn oder benutze ihn.",
+  secure: "Diese Seite braucht https:// oder die Adresse localhost: Ohne Verschlüsselung gibt der Browser weder Kamera noch Schlüssel frei. Frage nach einer Adresse mit https://.",
+  ed25519: "Dieser Browser kann nicht mit Ed25519 signieren. Nötig ist ein neuerer: Chrome 137, Safari 17 oder Firefox 129.",
+  storage: "Dieser Browser speichert für diese Seite nichts: Verlasse das private Fenster.",
+  canvas: "Dieser Browser verändert Bildpunkte als Schutz vor Verfolgung; so lassen sich Bilder nicht erkennen. Erlaube der Seite, Bilddaten zu lesen, oder nimm einen anderen Browser.",
+  other_tab: "protofleet ist in einem anderen Tab offen. Schließe ihn, dann geht es hier weiter.",
+  no_start: "Die Seite kann nicht starten: {reason}",
 
   join_title: "Der Flotte {fleet} beitreten",
   join_what: "Dieses Telefon wird ein Gerät der Flotte. Du nimmst Bilder auf und benennst, was sie zeigen. Die Bilder bleiben auf dem Telefon; es lädt Mittelwerte ihrer Merkmale hoch und erhält einen Klassifikator, den alle Geräte gemeinsam erzeugt haben.",
@@ -144,7 +153,11 @@ const GERMAN = {
   name_rule: "1 bis 64 Buchstaben (a–z), Ziffern, - oder _. Der Betreiber der Flotte sieht den Namen.",
   join_button: "Beitreten",
   joining: "Tritt bei",
-  wrong_link: "Das ist kein Link zu einer Flotte: Er muss #fleet= enthalten.",
+  join_link: "Das ist kein Link zu einer Flotte: Er muss #fleet= enthalten.",
+  join_name: "Dieser Name ist nicht erlaubt: 1 bis 64 Buchstaben (a–z), Ziffern, - oder _.",
+  join_offline: "Der Aggregator antwortet nicht. Prüfe das Netz und versuche es noch einmal.",
+  join_refused: "Der Aggregator hat abgelehnt: {detail}",
+  join_answer: "Die Antwort ist nicht vom Aggregator der Flotte. Frage nach einem neuen Link.",
 
   camera_denied: "Die Kamera ist nicht erlaubt. Erlaube sie in den Einstellungen des Browsers für diese Seite und lade die Seite neu.",
   camera_missing: "Keine Kamera gefunden.",
@@ -160,7 +173,6 @@ const GERMAN = {
   enough: "genug für den nächsten Upload",
   taken: "{label}: Bild aufgenommen",
   undo: "Rückgängig",
-  undone: "Bild gelöscht",
   choose_files: "Bilddateien hinzufügen",
   only_camera: "Dieser Browser kann die Daten dieser Seite löschen. Deshalb zählen nur Bilder der Kamera, keine Dateien: Ein Bild, das schon gezählt hat, darf nicht noch einmal zählen.",
   unusable: "Dieses Bild ist nicht verwendbar: {reason}",
@@ -176,9 +188,7 @@ const GERMAN = {
   held_out: "Zurückgehalten: misst den Klassifikator und wird nie hochgeladen.",
 
   no_head: "Noch kein Klassifikator: Er kommt, sobald die Flotte genug Bilder hat.",
-  unsure: "unsicher",
   unrecognized: "unbekannt",
-  unsure_of: "unsicher, vielleicht {label}",
   head_version: "Klassifikator {version} der Flotte, auf diesem Telefon berechnet. Funktioniert ohne Netz.",
   speed: "{rate} pro Sekunde",
 
@@ -200,27 +210,38 @@ const GERMAN = {
   time: "Zeit",
   bytes: "Bytes",
   averages: "Mittelwerte",
+  upload_none: "Kein Upload steht an",
+  upload_building: "Der nächste Upload wird erzeugt",
   upload_waiting: "Der Upload wartet auf eine Verbindung",
   upload_sending: "Wird hochgeladen: {percent}",
   upload_received: "Alles ist hochgeladen",
-  upload_idle: "Noch kein Upload",
   leave_title: "Die Flotte verlassen",
   leave_button: "Verlassen und alles löschen",
   leave_sure: "Alle Bilder und den Schlüssel auf diesem Telefon löschen? Die Flotte behält, was hochgeladen wurde; auch das kann ihr Betreiber löschen.",
   cancel: "Abbrechen",
 
-  storage_full: "Der Speicher dieses Browsers ist voll: Lösche Bilder oder schaffe Platz auf dem Telefon. Nichts ging verloren.",
   rounds: "Diese Flotte trainiert in Runden; das kann diese Seite noch nicht.",
   statistics: "Diese Flotte lädt Statistiken hoch; das kann diese Seite noch nicht.",
-  differential_privacy: "Diese Flotte nutzt Differential Privacy; das kann diese Seite noch nicht.",
+  privacy: "Diese Flotte nutzt Differential Privacy; das kann diese Seite noch nicht.",
   perturbation: "Diese Flotte verrauscht Prototypen; das kann diese Seite noch nicht.",
   several_backbones: "Diese Flotte nutzt mehrere Backbones; das kann diese Seite noch nicht.",
-  blocks: "Diese Flotte lädt Blöcke hoch; das kann diese Seite noch nicht.",
+
+  replaced: "Ein anderes Gerät benutzt den Schlüssel dieses Telefons. Dieses Telefon hat aufgehört.",
   revoked: "Der Betreiber der Flotte hat dieses Telefon gesperrt. Es behält seinen Klassifikator und lädt nichts mehr hoch.",
-  unknown_device: "Die Flotte kennt dieses Telefon nicht. Frage nach einem neuen Link.",
-  signature: "Die Nachrichten der Flotte haben eine unbekannte Signatur. Frage nach einem neuen Link.",
-  expired: "Die Aufgabe ist abgelaufen. Prüfe Datum und Uhrzeit des Telefons.",
-  duplicate: "Ein anderes Gerät benutzt den Schlüssel dieses Telefons. Dieses Telefon hat aufgehört.",
+  unknown_device: "Die Flotte kennt dieses Telefon nicht. Verlasse die Flotte und frage nach einem neuen Link.",
+  name_taken: "Ein anderes Gerät der Flotte hat den Namen dieses Telefons. Verlasse die Flotte und tritt mit einem anderen Namen bei.",
+  not_enrolled: "Die Flotte kennt den Schlüssel dieses Telefons nicht. Verlasse die Flotte und frage nach einem neuen Link.",
+  wrong_fleet: "Unter dieser Adresse ist jetzt eine andere Flotte. Verlasse die Flotte und frage nach einem neuen Link.",
+  too_many: "Der Aggregator hat zu viele Verbindungen. Dieses Telefon versucht es wieder.",
+  broker: "Der Aggregator erreicht seinen Broker nicht. Dieses Telefon versucht es wieder.",
+  storage_full: "Der Speicher dieses Browsers ist voll: Lösche Bilder oder schaffe Platz auf dem Telefon. Nichts ging verloren.",
+  expired: "Die Aufgabe der Flotte ist abgelaufen. Prüfe Datum und Uhrzeit des Telefons.",
+  download_damaged: "Eine Datei kommt immer wieder beschädigt an. Dieses Telefon versucht es wieder.",
+  upload_refused: "Der Aggregator hat den Upload abgelehnt ({detail}). Dieses Telefon versucht es wieder.",
+  build_failed: "Der Upload lässt sich nicht erzeugen: {detail}",
+  head_refused: "Der neueste Klassifikator ist nicht verwendbar ({detail}). Dieses Telefon behält den vorigen.",
+  crashed: "Die Seite ist abgestürzt; lade sie neu. {detail}",
+
   update: "Eine neuere Version dieser Seite ist bereit.",
   reload: "Neu laden",
 };
@@ -257,8 +278,8 @@ export function lines(key, values = {}) {
   return Array.isArray(text) ? text.map((line) => fill(line, values)) : [t(key, values)];
 }
 
-/** @param {string} reason of a problem @returns {string} its text, or the reason itself */
-export const problemText = (reason) => (reason in ENGLISH ? t(/** @type {Key} */ (reason)) : reason);
+/** @param {unknown} error */
+export const reasonOf = (error) => (error instanceof Error ? error.message : String(error));
 
 const number = new Intl.NumberFormat(language);
 const share = new Intl.NumberFormat(language, { style: "percent", maximumFractionDigits: 0 });
