@@ -3,7 +3,7 @@
 import contextlib
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -48,10 +48,30 @@ def _public_key(_context: click.Context, _option: click.Parameter, text: str | N
 
 @click.command(
     "enroll",
-    epilog=examples("aggregator enroll shed-1 --out shed-1 --broker broker.example --task task.toml"),
+    epilog=examples(
+        "aggregator enroll shed-1 --out shed-1 --broker broker.example --task task.toml",
+        "aggregator enroll --link --url https://fleet.example",
+    ),
 )
-@click.argument("device")
-@_out_option
+@click.argument("device", required=False)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Folder to create; it must not exist. Required without --link.",
+)
+@click.option(
+    "--link",
+    is_flag=True,
+    help="Print a link that enrolls one device, in place of a folder; without DEVICE, the device chooses its name.",
+)
+@click.option("--url", metavar="URL", help="Address of the dashboard as seen from the device, for --link.")
+@click.option(
+    "--valid-minutes",
+    type=click.IntRange(1, 7 * 24 * 60),
+    default=15,
+    show_default=True,
+    help="Validity of the link.",
+)
 @click.option(
     "--broker",
     default="",
@@ -69,18 +89,43 @@ def _public_key(_context: click.Context, _option: click.Parameter, text: str | N
     help="Public key of the signing.key that the device's owner has made with `edge-client make-key` and keeps.  "
     "[default: made here]",
 )
-def enroll_command(
-    *, device: str, out: Path, broker: str, task: Path | None, state: Path, days: int, renew: bool, key: bytes
+def enroll_command(  # noqa: PLR0913 - one for each option
+    *,
+    device: str | None,
+    out: Path | None,
+    link: bool,
+    url: str | None,
+    valid_minutes: int,
+    broker: str,
+    task: Path | None,
+    state: Path,
+    days: int,
+    renew: bool,
+    key: bytes,
 ) -> None:
     """Enroll DEVICE and close the fleet to devices that are not enrolled.
 
-    Copy the folder to the device and keep it secret: it contains the device's private keys.
+    Copy the folder to the device and keep it secret: it contains the device's private keys. With --link, the device
+    makes its keys itself: open the link on a phone, or give it to `edge-client join` on a box.
     """
-    from aggregator.security.enrollment import enroll, revocation_advice
     from protocol.mqtt.tls import parse_brokers
 
     if broker:
         parse_brokers(broker)
+    given = {"broker": broker, "days": days, "renew": renew}
+    if link:
+        if out is not None or key or not url:
+            raise click.UsageError("--link needs --url, and neither --out nor --key")
+        _print_link(state, task, address=url, device=device or "", valid_minutes=valid_minutes, **given)
+        return
+    if device is None or out is None or url is not None:
+        raise click.UsageError("expected DEVICE and --out DIR, or --link and --url URL")
+    _enroll(state, task, device, out, key=key, **given)
+
+
+def _enroll(state: Path, task: Path | None, device: str, out: Path, *, key: bytes, **given: Any) -> None:
+    from aggregator.security.enrollment import enroll, revocation_advice
+
     with _fleet_session(state, task) as (session, fleet):
         store = session.store
         was_closed, known = store.keys.is_closed(), store.keys.get(device)
@@ -89,21 +134,44 @@ def enroll_command(
             device,
             fleet=fleet,
             out=out,
-            broker=broker,
-            days=days,
-            renew=renew,
             key=key,
             max_devices=_max_devices(store, task),
             write=session.change_keys,
+            **given,
         )
     if key:
         click.echo(f"put the signing.key of this public key into {out}")
-    where = "" if broker else " --broker HOST[:PORT]"
+    where = "" if given["broker"] else " --broker HOST[:PORT]"
     click.echo(f"enrolled {device}; start it with: edge-client --enrollment {out}{where} --data IMAGES")
     if not was_closed:
         click.echo("the fleet is now closed: devices that are not enrolled are refused")
     if known is not None and known.serial:
         click.echo(revocation_advice(state))
+
+
+def _print_link(state: Path, task: Path | None, *, valid_minutes: int, **given: Any) -> None:
+    from aggregator.security.joining import make_link
+
+    with _fleet_session(state, task) as (session, fleet):
+        is_closed = session.store.keys.is_closed()
+        made = make_link(
+            session.store,
+            fleet=fleet,
+            valid_minutes=valid_minutes,
+            max_devices=_max_devices(session.store, task),
+            write=session.change_keys,
+            **given,
+        )
+    with contextlib.suppress(ModuleNotFoundError):  # the link is enough
+        import segno
+
+        segno.make(str(made), error="l").terminal(compact=True)
+    click.echo(str(made))
+    click.echo(
+        f"good for one device and {valid_minutes} minutes: open it on a phone, or on a box: edge-client join 'LINK'"
+    )
+    if not is_closed:
+        click.echo("the device that uses it closes the fleet: devices that are not enrolled are refused then")
 
 
 @click.command(

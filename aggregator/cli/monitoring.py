@@ -21,7 +21,7 @@ from protocol.cli import (
 log = logging.getLogger(__name__)
 
 _UNUSED = (
-    "embedded_broker", "http", "http_token_file", "http_read_token_file", "http_host",
+    "embedded_broker", "http", "http_token_file", "http_read_token_file", "http_host", "http_cert", "http_key",
     "log_format", "verbose",
 )  # fmt: skip
 """Options of `run` that no check needs; a service's configuration file may have them."""

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from aggregator import EXTRAS
 from aggregator.cli.state import state_option
@@ -93,6 +94,16 @@ if TYPE_CHECKING:
     metavar="NAME",
     help="Name under which browsers reach the dashboard, beside localhost and IP addresses; repeatable.",
 )
+@setting(
+    "--http-cert",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Certificate for HTTPS, and those of its issuers, in one PEM file; with --http-key.",
+)
+@setting(
+    "--http-key",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Private key of --http-cert, a PEM file without a password.",
+)
 @verbose_option
 def run_command(  # noqa: PLR0913 - one for each option
     *,
@@ -106,6 +117,8 @@ def run_command(  # noqa: PLR0913 - one for each option
     http_token_file: Path | None,
     http_read_token_file: Path | None,
     http_host: tuple[str, ...],
+    http_cert: Path | None,
+    http_key: Path | None,
     verbose: bool,
     **access_given: Any,
 ) -> None:
@@ -121,6 +134,7 @@ def run_command(  # noqa: PLR0913 - one for each option
     from aggregator.messaging.broker_program import BrokerSettings
     from aggregator.server.program import ServeSettings
     from aggregator.supervisor import Program, Supervisor
+    from protocol.mqtt.tls import BrokerAccess
 
     access = read_access(**access_given)
     dashboard = http_settings(
@@ -129,8 +143,13 @@ def run_command(  # noqa: PLR0913 - one for each option
         hosts=http_host,
         extras=EXTRAS,
         read_token_file=http_read_token_file,
+        certificate=http_cert,
+        key=http_key,
     )
     brokers = _checked_brokers(broker, access, embedded_broker=embedded_broker)
+    if dashboard is not None:
+        to_broker = BrokerAccess(tls=access.tls, ca=access.ca)
+        dashboard = msgspec.structs.replace(dashboard, brokers=brokers, access=to_broker)
     serving = ServeSettings(
         task=task,
         state=state,

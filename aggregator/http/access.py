@@ -37,7 +37,7 @@ SECURITY_HEADERS = {
 
 _HOST = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)\]|(?P<host>[a-z0-9_.-]+))(?::[0-9]{1,5})?")
 
-OPEN = ("/healthz", "/readyz", "/api/v1/session")
+OPEN = ("/healthz", "/readyz", "/api/v1/session", "/join/enroll")
 """Paths that need no token; nor do the page and its files, which show nothing of the fleet."""
 
 
@@ -49,6 +49,8 @@ class Access:
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await (self._app if self._may_connect(Headers(scope=scope)) else _refuse)(scope, receive, send)
         if scope["type"] != "http":
             return
 
@@ -68,6 +70,10 @@ class Access:
         request = Request(scope)
         refused = self._refusal(request) or await self._unauthorized(request)
         await (refused or self._app)(scope, receive, send_with_headers)
+
+    def _may_connect(self, headers: Headers) -> bool:
+        """Return True for a WebSocket of the own page, or of a program, which sends no Origin."""
+        return is_own_host(headers.get("host", ""), self._settings.hosts) and not is_other_origin(headers)
 
     def _refusal(self, request: Request) -> JSONResponse | None:
         if not is_own_host(request.headers.get("host", ""), self._settings.hosts):
@@ -91,6 +97,11 @@ class Access:
         if path in OPEN or (_is_read(request) and (settings.public or is_page)):
             return None
         return problem(401, "expected the token, as `Authorization: Bearer TOKEN`")
+
+
+async def _refuse(_scope: Scope, _receive: Receive, send: Send) -> None:
+    """Answer 403 to a WebSocket."""
+    await send({"type": "websocket.close"})
 
 
 def _path(request: Request) -> str:
@@ -134,6 +145,10 @@ def is_cross_site(headers: Headers) -> bool:
     """Return True if a browser sends the request for a page of another origin."""
     if headers.get("sec-fetch-site", "same-origin") not in {"same-origin", "none"}:
         return True
+    return is_other_origin(headers)
+
+
+def is_other_origin(headers: Headers) -> bool:
     origin = headers.get("origin")
     return origin is not None and origin.partition("://")[2] != headers.get("host", "")
 

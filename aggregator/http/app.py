@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
@@ -24,9 +24,14 @@ from aggregator.http.commands import (
     COMMANDS,
     CommandReply,
     EnrollArguments,
+    LinkArguments,
+    LinkReply,
     enrollment_archive,
+    join,
+    make_join_link,
     run_command,
 )
+from aggregator.http.gateway import Gateway
 from aggregator.http.join_page import PATH, FileList, JoinPage, phone_folder
 from aggregator.http.metrics import CONTENT_TYPE, metrics_text
 from aggregator.http.openapi import JSON_TYPE, Endpoint, openapi_document
@@ -42,6 +47,8 @@ BINARY_TYPE = "application/octet-stream"
 
 EVENTS = "Server-sent events: `change`, with the version of the newest state, at each change."
 ENROLL = "Enroll a device, which closes the fleet; answers its enrollment folder, with its private keys."
+
+LINK = "Make a link that enrolls a device, good once and for 15 minutes; its first use closes the fleet."
 
 MAX_BODY_BYTES = 16 * 1024
 
@@ -73,6 +80,12 @@ def make_app(settings: HttpSettings, snapshots: Snapshots) -> Starlette:
     for each in server.endpoints:
         answered = Route(each.path, each.handler, methods=[each.method])  # GET answers HEAD, too
         routes += [answered, Route(each.path, _WrongMethod(answered.methods or ()))]
+    gateway = Gateway(settings)
+    routes += [
+        Route(f"{PATH}/enroll", partial(server.join, gateway), methods=["POST"]),
+        Route(f"{PATH}/challenge", gateway.challenge),
+        WebSocketRoute(f"{PATH}/mqtt", gateway.connect),
+    ]
     routes.append(Route("/api/{path:path}", _unknown, methods=["GET", "POST"]))
     folder = page_folder()
     if folder is None:
@@ -158,6 +171,7 @@ class _Server:
             Endpoint("/api/v1/files/head.onnx", self.file, "The current head.", BINARY_TYPE),
             Endpoint("/api/v1/files/model.onnx", self.file, "Head and backbones in one.", BINARY_TYPE),
             Endpoint(f"{command}/enroll", self.enroll, ENROLL, "application/zip", EnrollArguments),
+            Endpoint(f"{command}/link", self.link, LINK, LinkReply, LinkArguments),
             *(
                 Endpoint(f"{command}/{name}", partial(self.command, name), each.summary, CommandReply, each.arguments)
                 for name, each in COMMANDS.items()
@@ -235,6 +249,23 @@ class _Server:
         event(log, logging.INFO, "operator command", command="enroll", device=device)
         headers = {"content-disposition": f'attachment; filename="{device}.zip"'}
         return Response(archive, headers=headers, media_type="application/zip")
+
+    async def link(self, request: Request) -> Response:
+        arguments = await _body(request)
+        async with self._commands:
+            reply = await asyncio.to_thread(make_join_link, self._state, arguments)
+        event(log, logging.INFO, "operator command", command="link")
+        return _json(reply)
+
+    async def join(self, gateway: Gateway, request: Request) -> Response:
+        """Enroll a device that has a join link, which needs no token."""
+        if not gateway.may_try(request.client.host if request.client else ""):
+            raise HTTPException(429, "too many requests: try again in a minute")
+        arguments = await _body(request)
+        async with self._commands:
+            device, answer = await asyncio.to_thread(join, self._state, arguments)
+        event(log, logging.INFO, "device joined", device=device)
+        return Response(answer, media_type=JSON_TYPE)
 
 
 def _readiness(snapshot: Snapshot) -> Readiness:

@@ -31,6 +31,29 @@ class EnrollArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     renew: bool = False
 
 
+class LinkArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A join link to make, as with `aggregator enroll --link`."""
+
+    url: Annotated[
+        str,
+        Meta(
+            pattern="^https?://",
+            max_length=256,
+            description="Address of the dashboard, as seen from the device.",
+        ),
+    ]
+    device: Annotated[str, Meta(description="Its name; without one, the device chooses it.")] = ""
+    broker: Annotated[str, Meta(max_length=256, description="HOST[:PORT][,...], as seen from a box.")] = ""
+    renew: bool = False
+
+
+class LinkReply(msgspec.Struct, frozen=True):
+    """A join link, good for one device and 15 minutes, and its QR code (SVG)."""
+
+    link: str
+    qr: str
+
+
 class CommandReply(msgspec.Struct, frozen=True):
     """The result of a command, in words."""
 
@@ -145,6 +168,59 @@ def enrollment_archive(state: Path, arguments: bytes) -> tuple[str, bytes]:
             write=session.change_keys,
         )
         return command.device, _archive(command.device, files)
+
+
+def join(state: Path, body: bytes) -> tuple[str, bytes]:
+    """Enroll a device that has a join link; return its name and the answer, JSON.
+
+    Raises:
+        MsgspecError: the body is no request.
+        ProtofleetError: the link is not good for it, or the device cannot be enrolled.
+    """
+    from aggregator.commands.session import open_session
+    from aggregator.security.joining import answer_join
+
+    with open_session(state) as session:
+        served = session.store.served_task()
+        return answer_join(
+            session.store,
+            body,
+            fleet=served.fleet,
+            max_devices=served.limits.max_devices,
+            write=session.change_keys,
+        )
+
+
+def make_join_link(state: Path, arguments: bytes) -> LinkReply:
+    """Make a link that enrolls a device; raises as `enrollment_archive` does."""
+    from aggregator.commands.session import open_session
+    from aggregator.security.joining import make_link
+    from protocol.mqtt.tls import parse_brokers
+
+    command = msgspec.json.decode(arguments, type=LinkArguments)
+    if command.broker:
+        parse_brokers(command.broker)
+    with open_session(state) as session:
+        served = session.store.served_task()
+        link = make_link(
+            session.store,
+            address=command.url,
+            fleet=served.fleet,
+            device=command.device,
+            broker=command.broker,
+            renew=command.renew,
+            max_devices=served.limits.max_devices,
+            write=session.change_keys,
+        )
+    return LinkReply(str(link), _qr_code(str(link)))
+
+
+def _qr_code(text: str) -> str:
+    import segno
+
+    image = io.BytesIO()
+    segno.make(text, error="l").save(image, kind="svg", scale=4)
+    return image.getvalue().decode()
 
 
 def _archive(folder: str, contents: Mapping[str, bytes]) -> bytes:

@@ -7,6 +7,9 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from aggregator.http.gateway import MAX_MESSAGE_BYTES
+from aggregator.http.settings import HttpSettings
+
 REQUEST_S = 30.0
 """Time limit for a request's headers, for its body, and for the client to receive anything of an answer."""
 
@@ -31,6 +34,11 @@ class TimedConnection(H11Protocol):
             self._timer.cancel()
         super().connection_lost(exc)
 
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        if self._timer is not None:  # a WebSocket has pings
+            self._timer.cancel()
+        super().handle_websocket_upgrade(event)
+
     def _watch(self, before: Any) -> None:
         unsent_bytes = self.transport.get_write_buffer_size()
         is_waiting = self.conn.their_state in {h11.IDLE, h11.SEND_BODY} or unsent_bytes > 0
@@ -41,7 +49,7 @@ class TimedConnection(H11Protocol):
         self._timer = self.loop.call_later(REQUEST_S, self._watch, now)
 
 
-def server_config(app: Any) -> uvicorn.Config:
+def server_config(app: Any, settings: HttpSettings) -> uvicorn.Config:
     """Return uvicorn's settings for an application that browsers reach directly."""
     return uvicorn.Config(
         app,
@@ -50,7 +58,11 @@ def server_config(app: Any) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         lifespan="off",
-        ws="none",
+        ws="websockets-sansio",
+        ws_max_size=MAX_MESSAGE_BYTES,
+        ws_per_message_deflate=False,
+        ssl_certfile=settings.certificate,
+        ssl_keyfile=settings.key,
         http=TimedConnection,
         loop="asyncio",
         limit_concurrency=MAX_CONNECTIONS,

@@ -75,6 +75,6 @@ class _Uvicorn(uvicorn.Server):
 
 
 async def _serve(settings: HttpSettings, snapshots: Snapshots) -> None:
-    config = server_config(make_app(settings, snapshots))
+    config = server_config(make_app(settings, snapshots), settings)
     with socket.socket(fileno=settings.socket) as listening:
         await _Uvicorn(config, snapshots).serve(sockets=[listening])

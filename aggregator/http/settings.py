@@ -9,13 +9,14 @@ import msgspec
 
 from protocol.cli import given_token, require_packages
 from protocol.errors import ConfigError
+from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, BrokerAddress, check_server_files
 from protocol.storage.blobstore import write_atomically
 
 DEFAULT_ADDRESS = "127.0.0.1:8080"
 
 OFF = "off"
 
-PACKAGES = ("prometheus_client", "starlette", "uvicorn")
+PACKAGES = ("prometheus_client", "starlette", "uvicorn", "websockets")
 """Packages that the server's process imports."""
 
 TOKEN_FILE = "http-token"  # noqa: S105 - the name of a file
@@ -61,6 +62,18 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The aggregator's state directory; set when the server starts, like `socket`."""
     socket: int = -1
     """File descriptor of the listening socket."""
+    certificate: Path | None = None
+    """The server's certificate and those of its issuers (PEM), for HTTPS; None for HTTP."""
+    key: Path | None = None
+    """Its private key (PEM)."""
+    brokers: tuple[BrokerAddress, ...] = ()
+    """Where the gateway connects phones to."""
+    access: BrokerAccess = NO_AUTHENTICATION
+    """TLS of the brokers, without the aggregator's certificate and password."""
+
+    @property
+    def scheme(self) -> str:
+        return "http" if self.certificate is None else "https"
 
 
 def http_settings(
@@ -70,17 +83,24 @@ def http_settings(
     hosts: tuple[str, ...],
     extras: str,
     read_token_file: Path | None = None,
+    certificate: Path | None = None,
+    key: Path | None = None,
 ) -> HttpSettings | None:
     """Return the settings that options and environment give; None if the server is off.
 
     Raises:
-        ConfigError: the address is invalid, or not loopback although there is no token.
+        ConfigError: the address is invalid, or not loopback although there is no token; or certificate or key cannot
+            be used.
         RuntimeMissing: a package of the server is not installed.
     """
     if address == OFF:
         return None
     require_packages(*PACKAGES, extras=extras)
     parsed = parse_address(address or DEFAULT_ADDRESS)
+    if (certificate is None) != (key is None):
+        raise ConfigError("--http-cert and --http-key belong together: give both")
+    if certificate is not None and key is not None:
+        check_server_files(certificate, key)
     token = given_token(token_file, variable="PROTOFLEET_HTTP_TOKEN")
     read_token = given_token(read_token_file, variable="PROTOFLEET_HTTP_READ_TOKEN")
     if not token and not read_token and not parsed.is_loopback:
@@ -95,6 +115,8 @@ def http_settings(
         read_token=read_token,
         hosts=hosts,
         public=not token and not read_token,
+        certificate=certificate,
+        key=key,
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
@@ -18,6 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
     NoEncryption,
     PrivateFormat,
     load_pem_private_key,
+    load_pem_public_key,
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
@@ -41,9 +43,13 @@ _LABEL = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)\Z")
 """One part of a host name (RFC 1123, 2.1)."""
 
 
+Key = ec.EllipticCurvePrivateKey | ec.EllipticCurvePublicKey
+"""Of a certificate's owner: the public one if the owner keeps the private one."""
+
+
 @dataclass(frozen=True)
 class Issued:
-    """A certificate and its private key, both PEM."""
+    """A certificate and its private key, both PEM; no key if the client keeps it."""
 
     certificate: bytes
     key: bytes = field(repr=False)
@@ -62,13 +68,26 @@ def create_ca(fleet: str, *, now: datetime) -> Issued:
     return _issued(builder.sign(key, hashes.SHA256()), key)
 
 
-def issue_client(ca: Issued, name: str, *, now: datetime, days: int) -> Issued:
+def issue_client(ca: Issued, name: str, *, now: datetime, days: int, public: bytes = b"") -> Issued:
     """Issue a certificate for a client of the broker, with `name` as its common name.
 
+    `public` is the public key (PEM) of a client that keeps its private key.
+
     Raises:
-        ConfigError: the name is too long for a certificate, or the CA is not valid now.
+        ConfigError: the name is too long for a certificate, the CA is not valid now, or the key cannot be used.
     """
-    return _issue(ca, name, now=now, days=days, use=ExtendedKeyUsageOID.CLIENT_AUTH)
+    key = _client_key(public) if public else ec.generate_private_key(ec.SECP256R1())
+    return _issue(ca, name, key, now=now, days=days, use=ExtendedKeyUsageOID.CLIENT_AUTH)
+
+
+def _client_key(public: bytes) -> ec.EllipticCurvePublicKey:
+    try:
+        key = load_pem_public_key(public)
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise ConfigError("expected a public key in PEM for the certificate") from error
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise ConfigError("expected a public key on the curve P-256 for the certificate")
+    return key
 
 
 def issue_server(ca: Issued, hosts: Sequence[str], *, now: datetime, days: int) -> Issued:
@@ -78,7 +97,8 @@ def issue_server(ca: Issued, hosts: Sequence[str], *, now: datetime, days: int) 
         ConfigError: one of them is neither, or the CA is not valid now.
     """
     names = x509.SubjectAlternativeName([_general_name(host) for host in dict.fromkeys(hosts)])
-    return _issue(ca, "broker", names, now=now, days=days, use=ExtendedKeyUsageOID.SERVER_AUTH)
+    key = ec.generate_private_key(ec.SECP256R1())
+    return _issue(ca, "broker", key, names, now=now, days=days, use=ExtendedKeyUsageOID.SERVER_AUTH)
 
 
 def revocation_list(ca: Issued, revoked: Mapping[int, datetime], *, now: datetime) -> bytes:
@@ -110,6 +130,7 @@ def utc_now() -> datetime:
 def _issue(
     ca: Issued,
     name: str,
+    key: Key,
     *extensions: x509.ExtensionType,
     now: datetime,
     days: int,
@@ -127,7 +148,6 @@ def _issue(
             f"{now:%Y-%m-%d}: set the clock; if it was wrong when the CA was created, move ca.*, aggregator.* and "
             "revoked.crl in `identity` away, keep the other files, and enroll the broker and every device again"
         )
-    key = ec.generate_private_key(ec.SECP256R1())
     until = min(now + timedelta(days=days), end)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     builder = _builder(subject, key, issuer=ca_certificate.subject, now=now, until=until, is_ca=False)
@@ -139,7 +159,7 @@ def _issue(
 
 def _builder(
     subject: x509.Name,
-    key: ec.EllipticCurvePrivateKey,
+    key: Key,
     *,
     issuer: x509.Name,
     now: datetime,
@@ -151,9 +171,10 @@ def _builder(
     )
     constraints = x509.BasicConstraints(ca=is_ca, path_length=0 if is_ca else None)
     serial = x509.random_serial_number()
+    public = key if isinstance(key, ec.EllipticCurvePublicKey) else key.public_key()
     return (
-        x509.CertificateBuilder(issuer, subject, key.public_key(), serial, now - BACKDATED, until)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        x509.CertificateBuilder(issuer, subject, public, serial, now - BACKDATED, until)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
         .add_extension(constraints, critical=True)
         .add_extension(usage, critical=True)
     )
@@ -183,8 +204,8 @@ def _load(ca: Issued) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     return certificate, key
 
 
-def _issued(certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> Issued:
-    return Issued(
-        certificate=certificate.public_bytes(Encoding.PEM),
-        key=key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
-    )
+def _issued(certificate: x509.Certificate, key: Key) -> Issued:
+    private = b""
+    if isinstance(key, ec.EllipticCurvePrivateKey):
+        private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return Issued(certificate=certificate.public_bytes(Encoding.PEM), key=private)

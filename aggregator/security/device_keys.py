@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from aggregator.storage.devices import REVOKED, Key
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import ServedTask
+from aggregator.storage.stored_values import JoinLinks, ServedTask, StoredLink
 from protocol.errors import ConfigError
 from protocol.wire.messages import Name
 
@@ -25,10 +25,26 @@ class NewCertificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The fleet's quota."""
 
 
+class LinkUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The use of a join link: its id, the request's proof, and the answer."""
+
+    id: str
+    proof: str
+    answer: str
+
+
 class NewKey(NewCertificate, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
     """The public values of an enrollment."""
 
     public: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    link: LinkUse | None = None
+    """The join link that this enrollment uses up."""
+
+
+class NewLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """A join link that is made."""
+
+    link: StoredLink
 
 
 class RevokedDevice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -37,7 +53,13 @@ class RevokedDevice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     device: Name
 
 
-KeyChange = NewCertificate | NewKey | RevokedDevice
+KeyChange = NewCertificate | NewKey | RevokedDevice | NewLink
+
+MAX_LINKS = 500
+"""Join links that have not expired."""
+
+SPENT = "this link has expired or was used: ask the operator for a new one"
+"""The answer to whatever is not the first use of a link, whoever asks."""
 
 
 def change_keys(store: Store, change: KeyChange) -> None:
@@ -56,6 +78,11 @@ def change_keys(store: Store, change: KeyChange) -> None:
             case NewCertificate():
                 check_new(store, change)
                 store.keys.revoke_certificate(change.serial, now_s=change.now_s)
+            case NewLink(link=link):
+                links = open_links(store, now_s=time.time())
+                if len(links) >= MAX_LINKS:
+                    raise ConfigError(f"{MAX_LINKS} join links are open: wait until one has expired")
+                store.facts.put(JoinLinks((*links, link)))
             case RevokedDevice(device=device):
                 if store.keys.get(device) is None:
                     raise ConfigError(f"unknown device {device!r}: `aggregator status` lists the known ones")
@@ -65,6 +92,8 @@ def change_keys(store: Store, change: KeyChange) -> None:
 def _store_key(store: Store, new: NewKey) -> None:
     """Store an enrolled device, and close the fleet."""
     device, known = new.device, check_new(store, new)
+    if new.link is not None:
+        _use_link(store, new.link)
     if known is not None and known.serial:
         store.keys.revoke_certificate(known.serial, now_s=new.now_s)
     if known is not None and not known.enrolled and store.keys.is_closed():
@@ -74,6 +103,21 @@ def _store_key(store: Store, new: NewKey) -> None:
     # Submissions signed with a revoked key may be an attacker's.
     reset_device(store, device, delete_submissions=known is not None and known.revoked_s is not None)
     store.keys.reinstate_certificate(new.serial)
+
+
+def open_links(store: Store, *, now_s: float) -> tuple[StoredLink, ...]:
+    """Return the join links that have not expired, also those that were used."""
+    stored = store.facts.get(JoinLinks) or JoinLinks()
+    return tuple(each for each in stored.links if each.expires_s > now_s)
+
+
+def _use_link(store: Store, use: LinkUse) -> None:
+    links = {each.id: each for each in open_links(store, now_s=time.time())}
+    link = links.get(use.id)
+    if link is None or link.proof not in ("", use.proof):
+        raise ConfigError(SPENT)
+    links[use.id] = msgspec.structs.replace(link, proof=use.proof, answer=use.answer)
+    store.facts.put(JoinLinks(tuple(links.values())))
 
 
 def check_new(store: Store, new: NewCertificate) -> Key | None:

@@ -22,6 +22,7 @@ from aggregator.security.device_keys import (
 )
 from aggregator.security.identity import (
     ca_fleet,
+    delete_phone,
     has_ca,
     identity_folder,
     locked_identity,
@@ -81,7 +82,7 @@ def enroll(  # noqa: PLR0913 - every option of the command line
     """
     if not is_name(device):
         raise ConfigError(f"invalid device name {device!r}: expected 1 to 64 letters, digits, '-' or '_'")
-    with _consistent_identity(store, write) as carry_out:
+    with consistent_identity(store, write) as carry_out:
         now_s = int((now := utc_now()).timestamp())
         new = NewCertificate(device=device, serial="0", now_s=now_s, renew=renew, max_devices=max_devices)
         known = check_new(store, new)
@@ -91,18 +92,7 @@ def enroll(  # noqa: PLR0913 - every option of the command line
         new = structs.replace(new, serial=f"{issued.serial:x}")
         made = None if key else Ed25519PrivateKey.generate()
         public = made.public_key().public_bytes_raw() if made else key
-        signing_key = read_or_make_key(identity_folder(store.folder) / "signing.key")
-        certificates = key_certificates(store.folder, public_key(signing_key))
-        card = EnrollmentCard(
-            format=FORMAT,
-            device=device,
-            fleet=fleet,
-            broker=broker,
-            key=public.hex(),
-            aggregator_key=public_key(signing_key).hex(),
-            aggregator_key_number=certificates[-1].number if certificates else 0,
-            root_key=root_of(certificates).hex(),
-        )
+        card = card_of(store, device, fleet=fleet, broker=broker, public=public)
         files = {
             IGNORE_FILE: IGNORE_ALL.encode(),
             "enrollment.toml": card_text(card).encode(),
@@ -118,13 +108,29 @@ def enroll(  # noqa: PLR0913 - every option of the command line
             carry_out(new)
             # Before the device is stored: the next attempt replaces the folder of a device that is not.
             publish()
-            _store_key(store, NewKey(**structs.asdict(new), public=public), carry_out)
+            store_key(store, NewKey(**structs.asdict(new), public=public), carry_out)
+        delete_phone(store.folder, device)
         mark_closed(store.folder)
         write_revocation_list(store, ca)
         return files
 
 
-def _store_key(store: Store, new: NewKey, carry_out: Write) -> None:
+def card_of(store: Store, device: str, *, fleet: str, broker: str, public: bytes) -> EnrollmentCard:
+    signing_key = read_or_make_key(identity_folder(store.folder) / "signing.key")
+    certificates = key_certificates(store.folder, public_key(signing_key))
+    return EnrollmentCard(
+        format=FORMAT,
+        device=device,
+        fleet=fleet,
+        broker=broker,
+        key=public.hex(),
+        aggregator_key=public_key(signing_key).hex(),
+        aggregator_key_number=certificates[-1].number if certificates else 0,
+        root_key=root_of(certificates).hex(),
+    )
+
+
+def store_key(store: Store, new: NewKey, carry_out: Write) -> None:
     """Store a device's key, which an aggregator that ends before it answers may have done."""
     try:
         carry_out(new)
@@ -156,7 +162,7 @@ def enroll_broker(
     configuration = mosquitto_config.CONFIGURATION
     if port is not None:
         configuration = mosquitto_config.own_configuration(fleet, port)
-    with _consistent_identity(store, write):
+    with consistent_identity(store, write):
         ca = open_ca(store.folder, fleet)
         issued = issue_server(ca, [*hosts, *LOCAL_HOSTS], now=datetime.now(UTC), days=days)
         files = {
@@ -179,7 +185,7 @@ def enroll_sums(store: Store, *, fleet: str, out: Path, days: int, write: Write 
         ConfigError: the folder exists.
         StateError: the state or the folder cannot be written.
     """
-    with _consistent_identity(store, write):
+    with consistent_identity(store, write):
         ca = open_ca(store.folder, fleet)
         name = mosquitto_config.user_name(mosquitto_config.SECOND_OPERATOR, fleet)
         issued = issue_client(ca, name, now=utc_now(), days=days)
@@ -203,8 +209,9 @@ def revoke(store: Store, device: str, *, write: Write | None = None) -> bool:
         ConfigError: there is no such device.
         StateError: the state cannot be written.
     """
-    with _consistent_identity(store, write) as carry_out:
+    with consistent_identity(store, write) as carry_out:
         carry_out(RevokedDevice(device))
+        delete_phone(store.folder, device)
         if not has_ca(store.folder):
             return False
         write_revocation_list(store, open_ca(store.folder, ca_fleet(store.folder)))
@@ -254,7 +261,7 @@ def _new_folder(
 
 
 @contextlib.contextmanager
-def _consistent_identity(store: Store, write: Write | None) -> Iterator[Write]:
+def consistent_identity(store: Store, write: Write | None) -> Iterator[Write]:
     """Lock the identity folder, and mend what a killed command or a restored database has left; yield how to write."""
     with locked_identity(store.folder):
         identity = identity_folder(store.folder)

@@ -39,6 +39,9 @@ _CLOSED = "closed"
 
 _REVOKED = "revoked.crl"
 
+_PHONES = "phones"
+"""Folder of the certificates with which the gateway connects for phones."""
+
 
 def identity_folder(state: Path) -> Path:
     return state / "identity"
@@ -210,6 +213,31 @@ def readable(file: Path, problem: str) -> Iterator[None]:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{file} {problem}") from error
+
+
+def phone_access(state: Path, device: str, ca: Path | None) -> BrokerAccess | None:
+    """Return how the gateway connects to the broker as a phone; None for a device that has its certificate itself."""
+    folder = identity_folder(state)
+    certificate, key = (folder / _PHONES / f"{device}.{kind}" for kind in ("crt", "key"))
+    if not certificate.is_file():
+        return None
+    return BrokerAccess(tls=True, ca=ca or folder / "ca.crt", certificate=certificate, key=key)
+
+
+def write_phone(state: Path, device: str, issued: Issued) -> None:
+    """Keep a phone's certificate and key for the gateway; delete an earlier one of a device that keeps its key."""
+    folder = identity_folder(state) / _PHONES
+    if issued.key:
+        _write(folder, device, issued)
+    else:
+        delete_phone(state, device)
+
+
+def delete_phone(state: Path, device: str) -> None:
+    for kind in ("crt", "key"):
+        file = identity_folder(state) / _PHONES / f"{device}.{kind}"
+        with state_errors(file):
+            file.unlink(missing_ok=True)
 
 
 def _write(folder: Path, name: str, issued: Issued) -> None:

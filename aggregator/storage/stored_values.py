@@ -95,3 +95,29 @@ class ClosedFleet(msgspec.Struct, frozen=True):
     """Only enrolled devices may take part, since this time (unix seconds)."""
 
     since_s: float
+
+
+class StoredLink(msgspec.Struct, frozen=True, kw_only=True):
+    """A join link, good for one device until it expires; its secret is derived from `nonce` and the signing key."""
+
+    id: str
+    nonce: str
+    device: str
+    """Empty if the device chooses its name."""
+    broker: str
+    days: int
+    """Validity of the device's certificate."""
+    renew: bool
+    """Replace the keys of a device that is enrolled or revoked."""
+    expires_s: int
+    """Unix seconds."""
+    proof: str = ""
+    """Of the request that has used it."""
+    answer: str = ""
+    """To that request, which is answered again."""
+
+
+class JoinLinks(msgspec.Struct, frozen=True):
+    """The join links that have not expired."""
+
+    links: tuple[StoredLink, ...] = ()

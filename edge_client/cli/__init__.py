@@ -9,6 +9,7 @@ import click
 from edge_client.cli.cost import cost_command
 from edge_client.cli.doctor import doctor_command
 from edge_client.cli.init import init_command
+from edge_client.cli.join import join_command
 from edge_client.cli.predict import predict_command
 from edge_client.cli.review import review_command
 from edge_client.cli.run import dry_run_command, run_command
@@ -50,6 +51,7 @@ def cli() -> None:
 for _command in (
     init_command,
     run_command,
+    join_command,
     dry_run_command,
     cost_command,
     doctor_command,

@@ -126,6 +126,11 @@ def open_tls(access: BrokerAccess) -> ssl.SSLContext | None:
     return context
 
 
+def check_server_files(certificate: Path, key: Path) -> None:
+    """Raise ConfigError if a server's certificate (PEM) and key cannot be used."""
+    _load_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), certificate, key)
+
+
 def _load_certificate(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
     what = ""
     try:

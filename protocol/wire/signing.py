@@ -169,6 +169,32 @@ def is_own_record(record: PrivacyRecord, *, public: bytes, topic: str) -> bool:
     return record.key == public and _verify(public, record.signature, _record(record, topic))
 
 
+def sign_joined(answer: str, *, key: bytes) -> bytes:
+    """Return the aggregator's signature of the text of a `JoinAnswer`."""
+    return _private(key).sign(_joined(answer))
+
+
+def is_joined(answer: str, signature: bytes, *, public: bytes) -> bool:
+    return _verify(public, signature, _joined(answer))
+
+
+def sign_connection(challenge: str, *, key: bytes, fleet: str, device: str) -> bytes:
+    """Return a device's signature with which it connects through the gateway; the challenge is hex."""
+    return _private(key).sign(_connection(challenge, fleet, device))
+
+
+def is_own_connection(challenge: str, signature: bytes, *, public: bytes, fleet: str, device: str) -> bool:
+    return _verify(public, signature, _connection(challenge, fleet, device))
+
+
+def _joined(answer: str) -> bytes:
+    return f"protofleet 1 joined\n{answer}".encode()
+
+
+def _connection(challenge: str, fleet: str, device: str) -> bytes:
+    return f"protofleet 1 connect {fleet} {device} {challenge}".encode()
+
+
 def _mask(mask: SealedMask, context: bytes) -> bytes:
     return b"protofleet 1 sealed mask %d\n" % mask.min_devices + context + b"\n" + mask.sealed
 

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 EXTRAS = (
     "amqtt", "onnx", "onnxruntime", "onnxscript", "prometheus_client", "rich", "safetensors",
-    "scipy", "sklearn", "starlette", "timm", "torch", "uvicorn",
+    "scipy", "segno", "sklearn", "starlette", "timm", "torch", "uvicorn", "websockets",
 )  # fmt: skip
 """Packages that only extras bring."""
 
@@ -48,6 +48,7 @@ EDGE_CLIENT = {
     "serve": ["serve", "--state", "{folder}/device"],
     "status": ["status", "--state", "{folder}/device"],
     "watch": ["watch", "{folder}", "--state", "{folder}/device"],
+    "join": ["join", f"http://127.0.0.1:9/join/#fleet=barn&key={'0' * 64}&secret={'A' * 22}&name=shed-9"],
     "take-over": ["take-over", "--state", "{folder}/device"],
     "adopt-spent": ["adopt-spent", "--state", "{folder}/device"],
     "make-key": ["make-key", "{folder}/signing.key"],
@@ -103,7 +104,7 @@ COMMANDS = [
 ]
 WITHOUT_EXTRAS = (
     *("enroll", "enroll-broker", "enroll-sums", "revoke", "forget", "reset-key", "issue-key"),
-    *("rotate-key", "rollback", "promote", "release", "take-over", "make-key", "adopt-spent"),
+    *("rotate-key", "rollback", "promote", "release", "take-over", "make-key", "adopt-spent", "join"),
 )
 """Commands that need none."""
 

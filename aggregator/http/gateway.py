@@ -1,0 +1,252 @@
+"""The gateway: MQTT of phones through a WebSocket, `/join/mqtt`, to the broker.
+
+A phone authenticates with the key that it was enrolled with. Then bytes pass unread in both directions, and the broker
+applies its own access list: the connection to it has the certificate of this phone.
+"""
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from aggregator.http.access import is_loopback_host
+from aggregator.http.challenges import Challenges
+from aggregator.http.settings import HttpSettings
+from aggregator.http.snapshots import Stamps
+from aggregator.rates import TokenBuckets
+from protocol.errors import ProtofleetError
+from protocol.log import event
+from protocol.mqtt.tls import BrokerAccess, open_tls
+from protocol.wire.topics import is_name
+
+if TYPE_CHECKING:
+    from aggregator.security.phones import Admitted
+
+log = logging.getLogger(__name__)
+
+SUBPROTOCOL = "mqtt"
+
+MAX_MESSAGE_BYTES = 512 * 1024
+"""Of a message of the WebSocket; a packet of the broker is smaller."""
+
+MAX_PHONES = 256
+"""Connections at once, each with two descriptors of this process."""
+
+MAX_PER_DEVICE = 3
+"""A phone that connects again, while the broker has not noticed the end of its last connection."""
+
+ATTEMPTS_AT_ONCE, ATTEMPTS_PER_S = 100, 10
+"""Of each address; those of a proxy have one."""
+
+CONNECT_S = 15.0
+
+CHUNK_BYTES = 64 * 1024
+
+CHECK_S = 0.5
+"""Seconds until a revoked phone is disconnected."""
+
+MAX_REASON_BYTES = 123
+"""Of a close frame (RFC 6455, 5.5)."""
+
+TOO_MANY, UNREACHABLE, ENDED = 4429, 4502, 1000
+"""Close codes, beside those of `security.phones`."""
+
+
+@dataclass(eq=False)
+class _Closed(Exception):
+    """The end of a connection: the code and the reason that the phone gets."""
+
+    code: int
+    reason: str
+
+
+@dataclass(eq=False)
+class _Connection:
+    device: str
+    key: bytes
+    closed: asyncio.Future[_Closed] = field(default_factory=asyncio.Future)
+    """Done when the phone may not stay connected."""
+
+
+class Gateway:
+    """Connects phones to the broker."""
+
+    def __init__(self, settings: HttpSettings) -> None:
+        self._settings = settings
+        self._state = Path(settings.state)
+        self._challenges = Challenges(time.monotonic)
+        self._attempts = TokenBuckets[str](capacity=ATTEMPTS_AT_ONCE, per_s=ATTEMPTS_PER_S)
+        self._connections: set[_Connection] = set()
+        self._watch: asyncio.Task[None] | None = None
+        self._has_new = False
+        """A connection was not checked yet; a stamp may be older than its admission."""
+        self._checked: object = None
+        """The stamp of the state at the last check."""
+
+    async def challenge(self, _request: Request) -> JSONResponse:
+        return JSONResponse({"challenge": self._challenges.make()})
+
+    def may_try(self, client: str) -> bool:
+        """Return False for an address that asks too often."""
+        return self._attempts.take(client, now_s=time.monotonic())
+
+    async def connect(self, websocket: WebSocket) -> None:
+        """Connect a phone until it, the broker or a revocation ends it; a refused one is told why."""
+        await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None)
+        device = websocket.query_params.get("device", "")
+        try:
+            await self._serve(websocket, device)
+        except _Closed as closed:
+            if closed.code != ENDED:
+                event(log, logging.WARNING, "phone refused", device=device[:64], reason=closed.reason)
+            with contextlib.suppress(RuntimeError, WebSocketDisconnect):  # it is gone
+                await websocket.close(
+                    closed.code, closed.reason.encode()[:MAX_REASON_BYTES].decode(errors="ignore")
+                )
+
+    async def _serve(self, websocket: WebSocket, device: str) -> None:
+        client = websocket.client.host if websocket.client else ""
+        of_device = sum(each.device == device for each in self._connections)
+        if len(self._connections) >= MAX_PHONES or of_device >= MAX_PER_DEVICE or not self.may_try(client):
+            raise _Closed(TOO_MANY, "too many connections: try again later")
+        admitted = await self._admit(websocket, device)
+        connection = _Connection(device, admitted.key)
+        self._connections.add(connection)
+        self._has_new = True
+        try:
+            if self._watch is None or self._watch.done():
+                self._watch = asyncio.create_task(self._disconnect_revoked())
+            async with self._broker(admitted.access) as (reader, writer):
+                event(log, logging.INFO, "phone connected", device=device)
+                await _pipe(websocket, reader, writer, connection.closed)
+        finally:
+            self._connections.discard(connection)
+
+    async def _admit(self, websocket: WebSocket, device: str) -> "Admitted":
+        from aggregator.security.phones import NOT_ENROLLED, Caller, Refused, admit
+
+        query, settings = websocket.query_params, self._settings
+        challenge = query.get("challenge", "")
+        fleet, signature = query.get("fleet", ""), query.get("signature", "")
+        if not is_name(fleet) or not is_name(device) or not _is_hex(signature):
+            raise _Closed(NOT_ENROLLED, "expected fleet, device, challenge and signature")
+        caller = Caller(
+            fleet=fleet,
+            device=device,
+            challenge=challenge,
+            signature=bytes.fromhex(signature),
+            is_local=settings.address.is_loopback and is_loopback_host(websocket.headers.get("host", "")),
+        )
+        try:
+            found = await asyncio.to_thread(admit, self._state, caller, settings.access)
+        except ProtofleetError as error:
+            raise _Closed(UNREACHABLE, str(error)[:100]) from error
+        if isinstance(found, Refused):
+            raise _Closed(found.code, found.reason)
+        if found.key and not self._challenges.use(challenge):
+            raise _Closed(NOT_ENROLLED, "this challenge has expired or was used: connect with a new one")
+        return found
+
+    @contextlib.asynccontextmanager
+    async def _broker(
+        self, access: BrokerAccess
+    ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """Connect to the first broker that answers; raises _Closed if none does."""
+        reasons = []
+        for broker in self._settings.brokers:
+            try:
+                if broker.path is not None:
+                    raise OSError("it is reached through a WebSocket: give --broker its own port")
+                tls = open_tls(access)
+                async with asyncio.timeout(CONNECT_S):
+                    reader, writer = await asyncio.open_connection(
+                        broker.host, broker.port, ssl=tls, limit=CHUNK_BYTES
+                    )
+                break
+            except (OSError, ProtofleetError) as error:
+                reasons.append(f"{broker}: {str(error) or 'no answer'}")
+        else:
+            event(log, logging.WARNING, "no broker for phones", reason="; ".join(reasons))
+            raise _Closed(UNREACHABLE, "the aggregator cannot reach the broker: see its log")
+        try:
+            yield reader, writer
+        finally:
+            writer.transport.abort()
+
+    async def _disconnect_revoked(self) -> None:
+        """Close connections whose devices are revoked or have another key, while there are connections."""
+        from aggregator.security.phones import refusals
+
+        stamps = Stamps(self._state)
+        try:
+            while self._connections:
+                await asyncio.sleep(CHECK_S)
+                is_new, self._has_new = self._has_new, False
+                stamp = await asyncio.to_thread(stamps.read)
+                if stamp == self._checked and not is_new:
+                    continue
+                connected = {(each.device, each.key) for each in self._connections}
+                try:
+                    found = await asyncio.to_thread(refusals, self._state, connected)
+                except ProtofleetError:  # the tables cannot be read: tried again
+                    self._has_new = True
+                    continue
+                self._checked = stamp
+                for each in self._connections:
+                    refused = found.get((each.device, each.key))
+                    if refused is not None and not each.closed.done():
+                        each.closed.set_result(_Closed(refused.code, refused.reason))
+        finally:
+            stamps.close()
+
+
+async def _pipe(
+    websocket: WebSocket,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    closed: "asyncio.Future[_Closed]",
+) -> None:
+    """Pass bytes on in both directions, each as fast as they are received; raises _Closed at the end."""
+    tasks = [asyncio.create_task(each) for each in (_upward(websocket, writer), _downward(reader, websocket))]
+    try:
+        await asyncio.wait([*tasks, closed], return_when=asyncio.FIRST_COMPLETED)
+        if closed.done():
+            raise closed.result()
+        for task in tasks:
+            if task.done():
+                raise task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _upward(websocket: WebSocket, writer: asyncio.StreamWriter) -> _Closed:
+    try:
+        while True:
+            writer.write(await websocket.receive_bytes())
+            await writer.drain()
+    except (WebSocketDisconnect, KeyError):  # it is gone, or has sent text
+        return _Closed(ENDED, "the phone has ended the connection")
+    except OSError:
+        return _Closed(ENDED, "the broker has ended the connection")
+
+
+async def _downward(reader: asyncio.StreamReader, websocket: WebSocket) -> _Closed:
+    with contextlib.suppress(OSError, WebSocketDisconnect):
+        while data := await reader.read(CHUNK_BYTES):
+            await websocket.send_bytes(data)
+    return _Closed(ENDED, "the broker has ended the connection")
+
+
+def _is_hex(signature: str) -> bool:
+    return re.fullmatch("([0-9a-f]{128})?", signature) is not None
