@@ -1,5 +1,6 @@
 """`edge-client status`, `take-over` and `make-key`: a device's state and key, read and changed by its operator."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,8 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
     for label in filter(summary.get, ("duplicate", "warning", "problem")):
         say(f"{label:10} {summary[label]}")
     say(f"submission {_submission(summary)}")
+    if (in_s := summary["upload_in_s"]) is not None:
+        say(f"upload     at the next slot, in {math.ceil(in_s / 60)} min: --upload-period-s")
     say(f"head       {_head(summary['head'], summary['task'])}")
 
 

@@ -138,8 +138,12 @@ def _with_record_due(state: State) -> State:
 
 
 def _send_record(state: State, now_s: float) -> events.Step:
-    """Send the record of releases until the aggregator has answered; nothing is released before its first answer."""
-    if not state.connected or now_s < state.record_due_s or not _has_record(state):
+    """Send the record of releases until the aggregator has answered; nothing is released before its first answer.
+
+    It waits for the end of a build: when a release was charged depends on images.
+    """
+    is_due = state.connected and now_s >= state.record_due_s and not state.building
+    if not is_due or not _has_record(state):
         return state, ()
     attempts = state.record_attempts + 1
     state = replace(state, record_attempts=attempts, record_due_s=now_s + retry_delay_s(attempts))

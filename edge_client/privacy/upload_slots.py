@@ -9,7 +9,7 @@ import math
 from protocol.wire.codec import digest_of
 
 INSTALL_S = 60.0
-"""Seconds after which the evaluation of a head is published: a build beside it takes its processor."""
+"""Seconds after which the evaluation of a head is published, or a shorter period: a build beside it slows it."""
 
 
 def next_slot_s(now_s: float, period_s: float, *, device: str, task: bytes) -> float:

@@ -100,7 +100,8 @@ class Device:
         self._exit: events.Exit | None = None
         self._info_is_due = False
         self._drift = read_value(store.folder, Drift).newest(now_s=time.time())
-        self._reported: tuple[Mapping[str, str], Mapping[str, int], str] = ({}, {}, "")
+        self._reported: tuple[Mapping[str, str], Mapping[str, int], str, float | None] = ({}, {}, "", None)
+        self._sent_info: DeviceInfo | None = None
         self._next_scan_s = 0.0
         self._ticked_s = math.inf
 
@@ -170,7 +171,6 @@ class Device:
         if self._is_dry_run or state.installing is not None or state.installed is None:
             return
         drift = read_value(self._store.folder, Drift).newest(now_s=time.time())
-        self._info_is_due |= drift != self._drift
         self._drift = drift
         heads, reason = self._store.leave_failed_heads()
         head = heads.installed
@@ -246,17 +246,20 @@ class Device:
         # Refused messages are reported when the number for one reason reaches a power of two.
         refused = {reason: count.bit_length() for reason, count in self._inbox.refused.items()}
         problems = self._state.problems
-        before, self._reported = self._reported, (problems, refused, self._own_topic.warning)
+        reported = (problems, refused, self._own_topic.warning, self._drift)
+        before, self._reported = self._reported, reported
         for kind, text in problems.items():
             if text != before[0].get(kind):
                 notify(notices.ProblemReported(kind=kind, text=text))
             if kind in _LOGGED and text != before[0].get(kind):
                 clock = time.strftime("%Y-%m-%d") if kind == "manifest" else None
                 log_event(log, _LOGGED[kind], text, clock=clock)
-        if self._info_is_due or self._reported != before:
-            self._info_is_due = False
-            if not self._is_dry_run:
-                self._publisher.send_info(self.info())
+        if not self._is_dry_run and (self._info_is_due or reported != before):
+            info = self.info()
+            # When an equal one is sent would tell of what it leaves out under differential privacy.
+            if self._info_is_due or info != self._sent_info:
+                self._publisher.send_info(info)
+            self._info_is_due, self._sent_info = False, info
 
     def _notify_head(self, problem: str) -> None:
         if problem:

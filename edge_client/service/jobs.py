@@ -87,7 +87,7 @@ class Jobs:
         self._number = 0
         self._wanted: list[Wanted] = []
         self._processes = JobProcesses(emit)
-        self._times = UploadTimes(settings, is_dry_run=self._is_dry_run, clock=clock)
+        self._times = UploadTimes(settings, None if show else store, clock=clock)
         self._suspects = Suspects(store.culprits)
         self._data = DataFolder(settings, emit=emit)
         self._results = JobResults(settings.data, store, self._suspects, show=show)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 from edge_client.config import Settings
 from edge_client.privacy.upload_slots import INSTALL_S, next_slot_s, publication_s
+from edge_client.store.device_state import DeviceState
+from edge_client.store.stored_values import NextUpload
 from protocol.log import event
 
 log = logging.getLogger(__name__)
@@ -21,13 +23,13 @@ class Times:
 
 
 class UploadTimes:
-    """The times of a device's jobs, none of which depends on an image; a dry run has no period."""
+    """The times of a device's jobs, none of which depends on an image; a dry run has no period, and no `store`."""
 
     def __init__(
-        self, settings: Settings, *, is_dry_run: bool, clock: Callable[[], float] = time.time
+        self, settings: Settings, store: DeviceState | None, *, clock: Callable[[], float] = time.time
     ) -> None:
-        self._device_id, self._clock = settings.device_id, clock
-        self._period_s = None if is_dry_run else settings.upload_period_s
+        self._device_id, self._store, self._clock = settings.device_id, store, clock
+        self._period_s = None if store is None else settings.upload_period_s
         self._built_task = b""
         """The task of the newest build: what comes after it for the same task was caused by images."""
 
@@ -35,11 +37,11 @@ class UploadTimes:
         """Return the times of a build; `is_bounded` if they must not reveal images."""
         is_first, self._built_task = task != self._built_task, task
         if self._period_s is None or not is_bounded:
-            return Times()
+            return self._stored(Times())
         begin_s = self._clock()
         if not is_first:
             begin_s = next_slot_s(begin_s, self._period_s, device=self._device_id, task=task)
-        times = Times(begin_s, begin_s + self._period_s)
+        times = self._stored(Times(begin_s, begin_s + self._period_s))
         in_s = round(times.end_s - self._clock())
         event(log, logging.INFO, "private submission ordered, it is uploaded at a fixed time", in_s=in_s)
         return times
@@ -48,7 +50,7 @@ class UploadTimes:
         """Return the times of an installation, which a build beside it would make late."""
         if self._period_s is None or not is_bounded:
             return Times()
-        return Times(end_s=self._clock() + INSTALL_S)
+        return Times(end_s=self._clock() + min(INSTALL_S, self._period_s))
 
     def after_build(self, times: Times) -> Times:
         """Return the times of a build that has ended: one that outlasts its period is published after the next one."""
@@ -57,7 +59,13 @@ class UploadTimes:
             return times
         text = "a build took longer than --upload-period-s, which time reveals: lengthen it, or limit --max-images"
         event(log, logging.WARNING, text, seconds=round(now_s - times.begin_s))
-        return replace(times, end_s=publication_s(times.end_s, now_s, self._period_s))
+        return self._stored(replace(times, end_s=publication_s(times.end_s, now_s, self._period_s)))
+
+    def _stored(self, times: Times) -> Times:
+        """Return the times of a build, after `edge-client status` can show them."""
+        if self._store is not None and self._store.get(NextUpload).at_s != times.end_s:
+            self._store.set(NextUpload(times.end_s))
+        return times
 
     def is_due(self, at_s: float) -> bool:
         """Return whether a time has come, or is out of reach, as the clock was put back."""

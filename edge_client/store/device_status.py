@@ -25,6 +25,8 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Public key, in hex, of a device without an enrollment."""
     runtime: str | None
     """Execution provider of the newest features."""
+    upload_in_s: float | None
+    """Seconds until the result of the newest private build is published; None if none waits."""
     report: stored.SubmissionReport | None
     """Contents of the newest submission."""
     extraction: stored.ExtractionProgress | None
@@ -60,13 +62,15 @@ def read_status(store: DeviceState) -> DeviceStatus:
     report, spent = store.get(stored.SubmissionReport), store.get(stored.PrivacySpent)
     left_out, extraction = store.get(stored.LeftOut), store.get(stored.ExtractionProgress)
     drift = read_value(store.folder, Drift)
+    upload_in_s, running = store.get(stored.NextUpload).at_s - time.time(), store.is_locked()
     received = submission is not None and submission.received
     return DeviceStatus(
         device_id=store.get(stored.DeviceName).value or None,
-        running=store.is_locked(),
+        running=running,
         task=task.hex() or None,
         key=public_key(read_key(key)).hex() if key.exists() else None,
         runtime=store.get(stored.BackboneProvider).name or None,
+        upload_in_s=upload_in_s if running and upload_in_s > 0 else None,
         report=report if report.size_bytes else None,
         extraction=extraction if extraction.total else None,
         unknown_classes=tuple(left_out.unknown),

@@ -152,6 +152,12 @@ class PrivacySpent(msgspec.Struct, frozen=True):
     images_per_person: int | None = None
 
 
+class NextUpload(msgspec.Struct, frozen=True):
+    """When the newest private build is published (unix seconds); 0 if at once, and past if it was."""
+
+    at_s: float = 0.0
+
+
 class DemandedUnit(msgspec.Struct, frozen=True):
     """The weakest unit of privacy that the owner accepts at this start, `image` or `person`; empty for any task."""
 

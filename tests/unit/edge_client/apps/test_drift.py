@@ -16,7 +16,7 @@ from edge_client.apps.head_in_use import HeadInUse
 from edge_client.images.decoding import decode
 from edge_client.images.extraction import ISOLATED, Refusal, feature_of
 from edge_client.store.app_files import DRIFT_AGE_S, Drift, read_value, write_value
-from protocol.wire.messages import DRIFT_LIMIT
+from protocol.wire.messages import DRIFT_LIMIT, DeviceInfo
 from tests.support.devices.device_bench import CONSTANT, HeadBench
 from tests.support.devices.device_factory import noise
 
@@ -86,6 +86,20 @@ def test_programs_that_predict_store_the_score_and_the_device_reports_it(
     write_value(bench.store.folder, Drift(score=found.score, images=3, tested_s=time.time() - DRIFT_AGE_S))
     bench.scan()
     assert not isinstance(bench.info.drift, float)
+
+
+@pytest.mark.parametrize("max_epsilon", [None, 1.0])
+def test_a_private_device_does_not_tell_that_the_drift_has_changed(
+    tmp_path: Path, max_epsilon: float | None
+) -> None:
+    """Its info has no drift, and is not sent again: when would tell of the images that are predicted."""
+    bench = HeadBench(tmp_path, max_epsilon=max_epsilon)
+    bench.install(bench.head(1, CONSTANT["cat"]))
+    before = len(bench.sent("info", DeviceInfo))
+    for score in (1.0, 2.0):
+        write_value(bench.store.folder, Drift(score=score, images=3, tested_s=time.time()))
+        bench.scan()
+    assert len(bench.sent("info", DeviceInfo)) - before == (2 if max_epsilon is None else 0)
 
 
 def test_missing_features_are_reported_once(

@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from edge_client.core.state import MAX_DAMAGED, Mode, State, head_key
 from edge_client.core.state_machine import step
 from edge_client.core.uploads import QUERY_BYTES
 from protocol.wire.codec import digest_of
-from protocol.wire.messages import HeadManifest, HeadRef, Receipt, TaskManifest
+from protocol.wire.messages import DifferentialPrivacy, HeadManifest, HeadRef, Receipt, TaskManifest
 from tests.support.simulation.fleet import World, item_of, reference
 
 BACKBONE = bytes(range(256)) * 1200
@@ -239,3 +240,16 @@ def test_an_aggregator_without_state_receives_the_submission_again(
     world.run(steps=4_000)
     assert world.taken.count(digest_of(SUBMISSION)) == 1
     assert world.state.uploads == ()
+
+
+def test_the_record_of_releases_waits_for_the_end_of_a_build() -> None:
+    """An aggregator that starts again and again would learn when a release is charged, which depends on images."""
+    wanted = DifferentialPrivacy(noise_multiplier=2.0, delta=1e-5, max_epsilon=6.0)
+    manifest = msgspec.structs.replace(MANIFEST, differential_privacy=wanted)
+    state = State(mode=Mode.SERVICE, device="device", stored=frozenset({digest_of(BACKBONE)}), connected=True)
+    state, actions = play(state, events.TaskSeen(TASK, manifest), events.RecordAdopted(is_complete=True))
+    assert actions == [events.SendRecord(), events.BuildSubmission(TASK, manifest)]
+    state, actions = play(state, *[events.AggregatorStarted(), events.Ticked()] * 3, now_s=100)
+    assert actions == []
+    _, actions = play(state, events.SubmissionBuilt(TASK, ITEM), now_s=200)
+    assert events.SendRecord() in actions

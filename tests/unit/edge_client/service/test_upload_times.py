@@ -4,6 +4,7 @@ The clock is a logical one, on which each image takes a time, so that the load o
 """
 
 import itertools
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 
+from edge_client.cli import cli
 from edge_client.core.events import BuildSubmission, HeadInstalled, InstallHead, SubmissionBuilt
 from edge_client.graphs.backbone import Backbone
 from edge_client.images.image_scanner import ImageScanner
@@ -21,7 +24,8 @@ from edge_client.privacy.policy import LIMITED_FILES
 from edge_client.privacy.sum_mechanism import NoisySums, noisy_sums
 from edge_client.privacy.upload_slots import INSTALL_S, next_slot_s, publication_s
 from edge_client.service import data_folder
-from edge_client.store.stored_values import LeftOut
+from edge_client.store.device_state import DeviceState
+from edge_client.store.stored_values import LeftOut, NextUpload
 from protocol.wire.messages import BlobRef, HeadRef
 from tests.support.devices.device_factory import CLASSES, linear_head, tiny
 from tests.support.devices.worker_benches import WANTED, JobsBench, PrivateBench
@@ -126,16 +130,19 @@ def test_images_that_come_later_are_published_at_the_same_time_whenever_they_com
     assert len(published) == 1
 
 
-def test_an_evaluation_is_published_a_fixed_time_after_its_head(tmp_path: Path, clock: LogicalClock) -> None:
-    """A build beside it would make it late."""
-    bench = _bench(tmp_path, clock, upload_period_s=PERIOD_S)
+@pytest.mark.parametrize("period_s", [PERIOD_S, INSTALL_S / 3])
+def test_an_evaluation_is_published_a_fixed_time_after_its_head(
+    tmp_path: Path, clock: LogicalClock, period_s: float
+) -> None:
+    """A build beside it would make it late. It takes no longer than a period, which holds a build."""
+    bench = _bench(tmp_path, clock, upload_period_s=period_s)
     file = linear_head([tiny(bench.folder)], np.ones((16, 2), dtype=np.float32))
     blob = BlobRef(digest=bench.store.blobs.put(file), size_bytes=len(file), name="h")
     head = HeadRef(version=1, head=blob, devices=1, prototypes=1)
     ended = bench.worker.run_until(InstallHead(bench.task, bench.manifest, head), clock.wait)
     assert isinstance(ended, HeadInstalled)
     assert ended.report is not None
-    assert clock.now_s == BEGIN_S + INSTALL_S
+    assert clock.now_s == BEGIN_S + min(INSTALL_S, period_s)
     bench.stop()
 
 
@@ -146,6 +153,7 @@ def test_a_build_that_outlasts_its_period_waits_for_the_next_one_and_the_owner_i
     bench = _bench(tmp_path, clock, upload_period_s=20.0)
     _white(bench)
     at_s, _ = _publish(bench, clock)
+    assert bench.store.get(NextUpload).at_s == BEGIN_S + at_s
     assert at_s % 20 == 0
     assert at_s > SLOW_S
     assert "longer than --upload-period-s" in caplog.text
@@ -212,3 +220,18 @@ def test_the_owner_is_told_of_a_period_that_cannot_hold_a_build(
     bench.dry_run(bench.manifest)
     assert ("--upload-period-s is too short" in caplog.text) is is_too_short
     bench.stop()
+
+
+def test_status_shows_when_the_next_upload_leaves(tmp_path: Path) -> None:
+    """Only while the service runs, and until it has left."""
+    store = DeviceState(tmp_path / "state", lock=True)
+    shown = ["status", "--state", str(tmp_path / "state")]
+    store.set(NextUpload(time.time() + 1770))
+    assert (
+        "upload     at the next slot, in 30 min: --upload-period-s" in CliRunner().invoke(cli, shown).output
+    )
+    store.set(NextUpload(time.time() - 1))
+    assert "upload  " not in CliRunner().invoke(cli, shown).output
+    store.set(NextUpload(time.time() + 1770))
+    store.close()
+    assert "upload  " not in CliRunner().invoke(cli, shown).output
