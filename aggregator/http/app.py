@@ -96,7 +96,9 @@ def make_app(settings: HttpSettings, snapshots: Snapshots) -> Starlette:
     return Starlette(
         routes=routes,
         middleware=[Middleware(Access, settings=settings)],
-        exception_handlers=dict.fromkeys((HTTPException, ProtofleetError, msgspec.MsgspecError), _problem),
+        exception_handlers=dict.fromkeys(
+            (HTTPException, ProtofleetError, msgspec.MsgspecError, RecursionError), _problem
+        ),
     )
 
 
@@ -127,7 +129,7 @@ async def _problem(_request: Request, error: Exception) -> Response:
         answer = problem(error.status_code, error.detail)
         answer.headers.update(error.headers or {})
         return answer
-    return problem(400 if isinstance(error, msgspec.MsgspecError) else 409, str(error))
+    return problem(409 if isinstance(error, ProtofleetError) else 400, str(error))
 
 
 @dataclass(frozen=True)

@@ -88,9 +88,9 @@ class Phone:
         return connect(url, subprotocols=[Subprotocol("mqtt")], ssl=self.tls, proxy=None, **options)
 
     @contextlib.contextmanager
-    def connected(self) -> Iterator[Connection]:
+    def connected(self, query: str | None = None) -> Iterator[Connection]:
         """Open a WebSocket, and connect to the broker."""
-        with self.web_socket() as socket:
+        with self.web_socket(query) as socket:
             socket.send(CONNECT)
             assert socket.recv(timeout=120)[:1] == b"\x20", "no CONNACK"
             yield socket

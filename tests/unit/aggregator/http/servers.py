@@ -14,6 +14,7 @@ from aggregator.http.process import listening_settings
 from aggregator.http.settings import TOKEN_FILE, HttpAddress, HttpSettings
 from aggregator.supervised import ServeState, encode
 from protocol.children import Child
+from protocol.mqtt.tls import BrokerAddress
 from tests.support.fleets.fleet import wait_until
 
 TOKEN = "a token of the operator's"
@@ -68,15 +69,22 @@ class Client:
 
 @contextlib.contextmanager
 def serving(
-    state: Path, *, token: str = "", hosts: tuple[str, ...] = (), read_token: str = ""
+    state: Path,
+    *,
+    token: str = "",
+    hosts: tuple[str, ...] = (),
+    read_token: str = "",
+    host: str = "127.0.0.1",
+    brokers: tuple[BrokerAddress, ...] = (),
 ) -> Iterator[tuple[Client, str]]:
     """Run the server's process; yields a client without a token, and the token."""
     settings = HttpSettings(
-        address=HttpAddress("127.0.0.1", 0),
+        address=HttpAddress(host, 0),
         token=token,
         read_token=read_token,
         hosts=hosts,
         public=not token and not read_token,
+        brokers=brokers,
     )
     file = state / TOKEN_FILE
     before = own_token(state) if file.exists() else ""
