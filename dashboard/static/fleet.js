@@ -178,9 +178,10 @@ function saveAs(blob, name) {
   setTimeout(() => URL.revokeObjectURL(link.href), 60000);
 }
 
-/** Carry out an operator command; returns the outcome in words. */
+/** Carry out an operator command; returns the outcome in words, or a link with its QR code. */
 export async function command(name, options) {
   const response = await send(`api/v1/commands/${name}`, options);
+  if (name === "link") return response.json();
   if (name !== "enroll") return (await response.json()).message;
   const file = `${options.device}.zip`;
   saveAs(await response.blob(), file);

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from edge_client.cli import cli as edge_client
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.browser.conftest import OpenPage
 from tests.browser.pages import DashboardPage
@@ -58,6 +60,7 @@ def test_dashboard_follows_a_fleet(fleet: Fleet, tmp_path: Path, open_page: Open
     screenshots(dashboard)
     operator_rolls_back(fleet, dashboard)
     operator_enrolls(dashboard)
+    operator_adds_a_box(fleet, dashboard)
     assert dashboard.page.evaluate("window.wasNotReloaded")
     dashboard.server_stops = True
 
@@ -132,3 +135,23 @@ def operator_enrolls(dashboard: DashboardPage) -> None:
     with zipfile.ZipFile(download.value.path()) as archive:
         assert "shed-4/signing.key" in archive.namelist()
     dashboard.wait_for_text("#devices tbody tr", "shed-4")
+
+
+def operator_adds_a_box(fleet: Fleet, dashboard: DashboardPage) -> None:
+    """By a link, which the box uses; the phone's camera reads the same one."""
+    page = dashboard.page
+    page.get_by_role("button", name="Add a device").click()
+    page.get_by_label("Name").fill("shed-5")
+    page.get_by_label("Broker").fill("broker.example")
+    page.get_by_role("button", name="Make the link").click()
+    link = page.get_by_label("Link", exact=True).input_value()
+    assert link.startswith(f"{dashboard.origin}/join/#fleet=orchard&key=")
+    code = page.get_by_alt_text("QR code of the link")
+    assert code.evaluate("image => image.complete && image.naturalWidth > 100")
+    assert not dashboard.violations()
+    done = CliRunner().invoke(edge_client, ["join", link, "--out", str(fleet.root / "joined")])
+    assert "enrolled shed-5" in done.output
+    if SCREENSHOTS is not None:
+        page.screenshot(path=Path(SCREENSHOTS) / "join-link.png")
+    page.get_by_role("dialog").get_by_role("button", name="Close").click()
+    dashboard.wait_for_text("#devices tbody tr", "shed-5")

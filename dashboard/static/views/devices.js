@@ -103,6 +103,7 @@ export function Devices({ status }) {
   return html`<div class="tools">
       <label>Filter <input type="search" value=${filter} onInput=${(event) => setFilter(event.target.value)} placeholder="name, state or flag" /></label>
       <span class="quiet" role="status">${counted(found.length, "device")}</span>
+      <button onClick=${() => ask("link")}>Add a device</button>
       <button onClick=${() => ask("enroll")}>Enroll a device</button>
     </div>
     <div class="scroll" tabindex="0" role="region" aria-label="Devices">

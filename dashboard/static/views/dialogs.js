@@ -34,6 +34,24 @@ const COMMANDS = {
     button: "Revoke",
     options: (device) => ({ device }),
   },
+  link: {
+    title: () => "Add a device",
+    text: "Makes a link that is good for one device and 15 minutes: a phone opens it, a box joins with it. The first device that joins closes the fleet: devices that are not enrolled are refused from then on.",
+    button: "Make the link",
+    note: OpenFleet,
+    fields: [
+      ["device", "Name", { pattern: "[A-Za-z0-9_\\-]{1,64}", title: "letters, digits, - and _", placeholder: "optional: the device chooses it" }],
+      ["broker", "Broker as seen from a box", { placeholder: "HOST or HOST:PORT, optional" }],
+      ["renew", "Replace the keys of an enrolled device", { type: "checkbox" }],
+    ],
+    options: (_, form) => ({
+      url: new URL(".", location.href).href,
+      device: form.get("device"),
+      broker: form.get("broker").trim(),
+      renew: form.get("renew") === "on",
+    }),
+    outcome: MadeLink,
+  },
   enroll: {
     title: () => "Enroll a device",
     text: "The first enrollment closes the fleet: devices that are not enrolled are refused from then on. The file that is downloaded has the device's private keys, and no copy of it stays on the server.",
@@ -50,6 +68,24 @@ const COMMANDS = {
     }),
   },
 };
+
+const isLocal = ["localhost", "127.0.0.1", "[::1]"].includes(location.hostname);
+
+/** In an open fleet, this machine joins without a link: its page is served here only. */
+function OpenFleet() {
+  const { status } = fleet;
+  if (!status || status.enrollment.closed || !isLocal) return null;
+  const values = new URLSearchParams({ fleet: status.fleet, key: status.aggregator_key });
+  return html`<p>The fleet is open: <a href=${`join/#${values}`} target="_blank">this browser</a> can join without a link.</p>`;
+}
+
+function MadeLink({ made: { link, qr } }) {
+  return html`<p>Good for one device and 15 minutes; whoever has it can use it.</p>
+    ${isLocal && html`<p>Only this machine reaches <code>${location.host}</code>: for other devices, open the dashboard under its name.</p>`}
+    <img class="code" src=${`data:image/svg+xml,${encodeURIComponent(qr)}`} alt="QR code of the link" />
+    <label>Link <input readonly value=${link} onFocus=${(event) => event.target.select()} /></label>
+    <label>On a box <input readonly value=${`edge-client join '${link}'`} onFocus=${(event) => event.target.select()} /></label>`;
+}
 
 let open = () => {};
 
@@ -83,6 +119,7 @@ function Confirmation({ asked, close, say }) {
   const dialog = useRef();
   const [problem, setProblem] = useState("");
   const [isBusy, setBusy] = useState(false);
+  const [made, setMade] = useState(null);
   useEffect(() => {
     dialog.current.showModal();
   }, []);
@@ -93,17 +130,26 @@ function Confirmation({ asked, close, say }) {
     setProblem("");
     try {
       if (form.has("token")) await signIn(form.get("token"));
-      if (kind) say(await command(name, kind.options(subject, form)));
+      const done = kind && (await command(name, kind.options(subject, form)));
+      if (kind?.outcome) return setMade(done);
+      if (kind) say(done);
       close();
     } catch (error) {
       setProblem(error.message);
       setBusy(false);
     }
   }
+  if (made)
+    return html`<dialog ref=${dialog} onClose=${close} aria-labelledby="dialog-title">
+      <h2 id="dialog-title">${kind.title(subject)}</h2>
+      <${kind.outcome} made=${made} />
+      <div class="tools"><button type="button" onClick=${() => dialog.current.close()}>Close</button></div>
+    </dialog>`;
   return html`<dialog ref=${dialog} onClose=${close} aria-labelledby="dialog-title">
     <form onSubmit=${carryOut}>
       <h2 id="dialog-title">${kind ? kind.title(subject) : "Sign in"}</h2>
       ${kind && html`<p>${kind.text}</p>`}
+      ${kind?.note && html`<${kind.note} />`}
       ${kind?.fields?.map(([field, label, options]) => html`<${Field} key=${field} name=${field} label=${label} options=${options} />`)}
       ${!fleet.session.command && html`<${Token} />`}
       ${problem && html`<p class="problem" role="alert">${problem}</p>`}
