@@ -32,7 +32,7 @@ function App({ device }) {
   }, []);
 
   if (state.phase === "other_tab") return html`<${Header} state=${null} /><main><${Notice} kind="warn" text=${t("other_tab")} /></main>`;
-  if (state.phase !== "member") return html`<${Header} state=${null} /><main><${Join} device=${device} /></main>`;
+  if (state.phase !== "member") return html`<${Header} state=${null} /><main><${Join} key=${location.hash} device=${device} /></main>`;
   const View = VIEWS[/** @type {keyof typeof VIEWS} */ (screen)];
   return html`<${Header} state=${state} />
     <main>

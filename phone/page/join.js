@@ -26,7 +26,8 @@ function randomName() {
 
 /** @param {{device: Device}} props */
 export function Join({ device }) {
-  const [link, setLink] = useState(location.hash.length > 1 ? location.href : "");
+  const [wasOpened] = useState(() => linkOf(location.href) !== null);
+  const [link, setLink] = useState(wasOpened ? location.href : "");
   const [own, setName] = useState(randomName);
   const [problem, setProblem] = useState("");
   const [isBusy, setBusy] = useState(false);
@@ -49,11 +50,11 @@ export function Join({ device }) {
   }
 
   return html`<section>
-    <h2>${t("join_title", { fleet: found?.fleet ?? "" })}</h2>
+    <h2>${found ? t("join_title", { fleet: found.fleet }) : t("join_a_fleet")}</h2>
     <p>${t("join_what")}</p>
     <form onSubmit=${join}>
       ${
-        !(location.hash.length > 1) &&
+        !wasOpened &&
         html`<p>${t("join_no_link")}</p>
           <label>${t("link")} <input type="text" inputmode="url" autocomplete="off" value=${link} onInput=${(/** @type {any} */ event) => setLink(event.target.value)} /></label>`
       }

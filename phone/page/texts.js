@@ -21,6 +21,7 @@ const ENGLISH = {
   no_start: "The page cannot start: {reason}",
 
   // Join
+  join_a_fleet: "Join a fleet",
   join_title: "Join the fleet {fleet}",
   join_what: "This phone becomes a device of the fleet. You take images and name what they show. The images stay on this phone; it uploads averages of their features, and gets a classifier that all devices have made together.",
   join_no_link: "Open the link that you were given, scan its QR code, or paste it here.",
@@ -145,6 +146,7 @@ const GERMAN = {
   other_tab: "protofleet ist in einem anderen Tab offen. Schließe ihn, dann geht es hier weiter.",
   no_start: "Die Seite kann nicht starten: {reason}",
 
+  join_a_fleet: "Einer Flotte beitreten",
   join_title: "Der Flotte {fleet} beitreten",
   join_what: "Dieses Telefon wird ein Gerät der Flotte. Du nimmst Bilder auf und benennst, was sie zeigen. Die Bilder bleiben auf dem Telefon; es lädt Mittelwerte ihrer Merkmale hoch und erhält einen Klassifikator, den alle Geräte gemeinsam erzeugt haben.",
   join_no_link: "Öffne den Link, den du bekommen hast, scanne den QR-Code, oder füge den Link hier ein.",
