@@ -151,8 +151,7 @@ export class Device {
   async deleteImage(id) {
     const features = (await this.#store.keys("features")).filter(([, image]) => image === id);
     await this.#store.write({}, { images: [id], files: [id], features });
-    this.#change({ storage: { ...this.#known.storage, full: false } });
-    this.#session?.emit({ type: "full", isFull: false });
+    this.#hasRoom();
     this.#setImages(this.#known.images.filter((each) => each.id !== id));
   }
 
@@ -266,10 +265,17 @@ export class Device {
   async #write(puts) {
     try {
       await this.#store.write(puts);
+      this.#hasRoom();
     } catch (error) {
       if (error instanceof StorageFull) this.#change({ storage: { ...this.#known.storage, full: true } });
       throw error;
     }
+  }
+
+  #hasRoom() {
+    if (!this.#known.storage.full) return;
+    this.#change({ storage: { ...this.#known.storage, full: false } });
+    this.#session?.emit({ type: "full", isFull: false });
   }
 
   /** @param {Partial<import("./state.js").Known>} change */

@@ -30,7 +30,8 @@ export function Teach({ device, state }) {
       setProblem("");
       setLast({ id, label });
     } catch (error) {
-      setProblem(error instanceof StorageFull ? t("storage_full") : t("unusable", { reason: reasonOf(error) }));
+      // The notices name a full storage.
+      setProblem(error instanceof StorageFull ? "" : t("unusable", { reason: reasonOf(error) }));
     }
   }
 

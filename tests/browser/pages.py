@@ -15,7 +15,7 @@ TIMEOUT_MS = 60_000.0
 
 
 class DashboardPage:
-    """An open page; `options` are those of a Playwright context.
+    """An open page, at a path of a server; `options` are those of a Playwright context.
 
     Attributes:
         errors: what the page has logged as an error or warning, or thrown.
@@ -23,7 +23,7 @@ class DashboardPage:
         uploads: requests that are no reading.
     """
 
-    def __init__(self, browser: "Browser", origin: str, **options: Any) -> None:
+    def __init__(self, browser: "Browser", origin: str, path: str = "", **options: Any) -> None:
         self.browser = browser
         self.origin = origin
         self.errors: list[str] = []
@@ -36,7 +36,7 @@ class DashboardPage:
         self.page.on("console", self._log)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("request", self._request)
-        self.page.goto(origin)
+        self.page.goto(origin + path)
 
     def close(self) -> None:
         self.context.close()

@@ -11,85 +11,22 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from websockets.exceptions import InvalidStatus
 
-from aggregator.commands.session import open_session
-from aggregator.security.certificate_authority import create_ca, issue_server, utc_now
-from aggregator.security.joining import make_link
-from protocol.storage.keyfile import write_private
 from protocol.wire.codec import encode
-from protocol.wire.joining import JoinLink, parse_link
+from protocol.wire.joining import parse_link
 from protocol.wire.messages import Presence
 from protocol.wire.signing import public_key, sign_presence
 from protocol.wire.topics import device_topic
 from tests.support.devices.phone import Phone, closing
-from tests.support.fleets.closed_fleet import FLEET, ClosedFleet
-from tests.support.fleets.fleet import Fleet, write_digits, write_task
-from tests.support.network.brokers import free_address, needs_mosquitto
+from tests.support.fleets.closed_fleet import FLEET
+from tests.support.fleets.fleet import write_digits
+from tests.support.fleets.joined_fleet import JoinedFleet
+from tests.support.network.brokers import needs_mosquitto
 
 pytestmark = needs_mosquitto
-
-TOKEN = "the token of the dashboard"
-
-
-class JoinedFleet(Fleet):
-    """A closed fleet whose HTTP server has a certificate."""
-
-    def __init__(self, root: Path) -> None:
-        self.http = free_address()
-        self.closed = ClosedFleet(root, free_address())
-        super().__init__(root, self.closed.broker, enrolled=True)
-        authority = create_ca("https", now=utc_now())
-        issued = issue_server(authority, ["localhost", "127.0.0.1"], now=utc_now(), days=30)
-        self.ca = root / "https-ca.crt"
-        self.ca.write_bytes(authority.certificate)
-        (root / "https.crt").write_bytes(issued.certificate)
-        write_private(root / "https.key", issued.key)
-        (root / "http-token").write_text(TOKEN)
-
-    def serve(self) -> None:
-        task = write_task(self.root, quorum=1, fleet=FLEET)
-        files = ("--http-cert", self.root / "https.crt", "--http-key", self.root / "https.key")
-        token = ("--http-token-file", self.root / "http-token")
-        self.start_aggregator(task, "--http", str(self.http), *files, *token)
-        self.wait_for("the aggregator", lambda status: status["running"])
-        self.wait_until("the HTTP server", self.listens)
-
-    def listens(self) -> bool:
-        with contextlib.suppress(OSError), socket.create_connection((self.http.host, self.http.port)):
-            return True
-        return False
-
-    @property
-    def address(self) -> str:
-        return f"https://localhost:{self.http.port}"
-
-    def link(self, device: str = "", **options: object) -> JoinLink:
-        with open_session(self.aggregator_state) as session:
-            return make_link(
-                session.store,
-                address=self.address,
-                fleet=FLEET,
-                device=device,
-                broker=str(self.broker),
-                write=session.change_keys,
-                **options,  # type: ignore[arg-type]
-            )
-
-    def phone(self, device: str, link: JoinLink | None = None) -> Phone:
-        return Phone(link or self.link(device), device, str(self.ca))
-
-    def joined(self, device: str) -> Phone:
-        phone = self.phone(device)
-        phone.join()
-        return phone
-
-    def state_of(self, device: str) -> str:
-        found = {each["device"]: each["state"] for each in self.status()["devices"]}
-        return str(found.get(device, ""))
 
 
 @pytest.fixture(scope="module")
