@@ -23,13 +23,13 @@ from research.defaults import (
 )
 from research.poisoning import false_alarms, prototypes, rare_class, rounds, squares
 from research.poisoning import statistics as poisoned_statistics
-from research.privacy import audit, directions, measurement, noisy_sums, persons, sum_costs
+from research.privacy import audit, directions, measurement, noisy_sums, persons, sum_costs, timing
 from research.privacy.blocks import command as principal_prototypes
 from research.rounds import fedpcl, flower_tuning, fpl, step, tuning, wire_rivals
 
 MODULES = (
     *(false_alarms, prototypes, rare_class, rounds, poisoned_statistics, directions, measurement, noisy_sums),
-    *(principal_prototypes, sum_costs, squares, persons, audit),
+    *(principal_prototypes, sum_costs, squares, persons, audit, timing),
     *(fedpcl, fpl, published, statistics, step, tuning, flower_tuning, wire_rivals),
     *(class_prior, own_classes, confidence, default_layers, drift, forecast, head_choice, novelty, cells),
     *(hierarchical, restoration, families, blocks, block_size, block_edits),

@@ -6,7 +6,9 @@ is added to (Mironov 2012), is not used.
 """
 
 import hashlib
+import itertools
 import math
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,9 @@ from edge_client.privacy.noise_key import KEY_BYTES
 
 _WORD = 8
 """Bytes of a random integer that decides one comparison; another follows in the rare case that it does not."""
+
+_BLOCK, _BEGINNING = 2**16, 2**12
+"""Bytes of a block, and of the first one that are computed at first: a few values need no more."""
 
 
 def discrete_gaussian(key: bytes, count: int, *, variance: int) -> NDArray[np.int64]:
@@ -36,13 +41,12 @@ class _Bits:
     """A stream of random bytes, in blocks that are independent for all that is known of SHAKE-256."""
 
     def __init__(self, key: bytes) -> None:
-        self._key, self._block, self._bytes, self._at = key, 0, b"", 0
+        self._parts, self._bytes, self._at = _stream(key), b"", 0
 
     def word(self) -> int:
         """Return a uniform integer from 0 to 2**64 - 1."""
         if self._at == len(self._bytes):
-            self._bytes = hashlib.shake_256(self._key + self._block.to_bytes(8, "big")).digest(2**16)
-            self._block, self._at = self._block + 1, 0
+            self._bytes, self._at = next(self._parts), 0
         start, self._at = self._at, self._at + _WORD
         return int.from_bytes(self._bytes[start : self._at], "big")
 
@@ -62,6 +66,16 @@ class _Bits:
             threshold, numerator = divmod(numerator << 64, denominator)
             if (word := self.word()) != threshold:
                 return word < threshold
+
+
+def _stream(key: bytes) -> Iterator[bytes]:
+    """Yield the blocks, of which the first one is in two parts."""
+    blocks = (hashlib.shake_256(key + number.to_bytes(8, "big")) for number in itertools.count())
+    first = next(blocks)
+    yield first.digest(_BEGINNING)
+    yield first.digest(_BLOCK)[_BEGINNING:]
+    for block in blocks:
+        yield block.digest(_BLOCK)
 
 
 def _sample(random: _Bits, variance: int, scale: int) -> int:

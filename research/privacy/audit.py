@@ -114,7 +114,7 @@ def _by_delta(detections: int, false_alarms: int, *, releases: int) -> float:
     "--releases",
     "numbers",
     type=click.IntRange(1),
-    default=(6000,),
+    default=(40_000,),
     help="With the unit, and as many without.",
 )
 @repeated("--seed", "seeds", type=int, default=(0,))

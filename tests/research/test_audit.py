@@ -25,7 +25,7 @@ def measured(epsilon: float, *, images: int = 1, noise_of: int | None = None) ->
 
 @pytest.mark.parametrize(("epsilon", "images"), [(4.0, 1), (4.0, 10), (8.0, 1)])
 def test_bounds_are_below_the_promised_epsilon_and_near_it(epsilon: float, images: int) -> None:
-    """The seed is fixed: with a twelfth of the report's releases, the first bound is above two thirds."""
+    """The seed is fixed: with an eightieth of the report's releases, the first bound is above two thirds."""
     by_trade_off, by_delta = measured(epsilon, images=images)
     assert 2 / 3 * epsilon < by_trade_off <= epsilon
     assert epsilon / 10 < by_delta < by_trade_off

@@ -1,5 +1,6 @@
 """The discrete Gaussian distribution, compared with its probabilities written out."""
 
+import hashlib
 import math
 
 import numpy as np
@@ -58,6 +59,13 @@ def test_uniform_integers_are_below_their_limit(limit: int) -> None:
     drawn = [random.below(limit) for _ in range(2000)]
     assert 0 <= min(drawn) <= max(drawn) < limit
     assert abs(sum(drawn) / 2000 - (limit - 1) / 2) <= 5 * limit / math.sqrt(12 * 2000)
+
+
+def test_random_bytes_are_blocks_of_shake_256() -> None:
+    """A release that is built again after a crash or an update has the same noise."""
+    random = _Bits(KEY)
+    words = b"".join(random.word().to_bytes(8, "big") for _ in range(3 * 2**13))
+    assert words == b"".join(hashlib.shake_256(KEY + bytes([0] * 7 + [n])).digest(2**16) for n in range(3))
 
 
 def test_comparison_goes_on_where_the_first_word_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
