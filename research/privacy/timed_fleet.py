@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -28,9 +27,6 @@ from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_FRAME_BYTES, DeviceInfo, Frame, Submission
 from protocol.wire.repeated_transfers import Transfers
 from protocol.wire.topics import device_filters, parse_device_topic
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 FLEET = "timing"
 EPSILON = 2.0
@@ -99,7 +95,7 @@ def slow_backbone() -> bytes:
             zero = ReduceMin<keepdims = 0>(product)
             feature = Add(plain, zero)
         }}""")
-    constants: dict[str, "NDArray[Any]"] = {
+    constants: dict[str, np.ndarray] = {
         "white": np.array(255, np.float32), "projection": weights, "identity": np.eye(256, dtype=np.float32),
         "many": np.array(2**40), "few": np.array(REPETITIONS), "go_on": np.array(True),
     }  # fmt: skip
