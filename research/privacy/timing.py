@@ -12,23 +12,26 @@ have the white image.
 a = (1 - delta) / (1 + e^epsilon). The area below them, the largest AUC of any score, is 1 - (1 - delta)^2 /
 (1 + e^epsilon); for a delta of 0, e^epsilon / (1 + e^epsilon).
 
-**Lower bound of the AUC.** AUC is the probability that a device with the image has a larger score than one without it,
-where a fair coin decides between equal scores. So the builds are divided into independent pairs before they are made,
-and the number of pairs in which the one with the image has the larger score is binomial: the bound is that of Clopper
-and Pearson (1934), without an assumption on the scores. Several scores of the same builds share the error (Bonferroni).
+**AUC and its lower bound.** Builds are made in pairs, at the same time and so under the same load: one with the image,
+one without, in random order. The AUC is the probability that the one with the image has the larger score, where a fair
+coin decides between equal ones. Given any load, it is the area above, so its mean over loads is allowed as much. The
+number of pairs in which the one with the image wins is binomial: the bound is that of Clopper and Pearson (1934), and
+nothing is assumed of the scores. Several scores of the same builds share the error (Bonferroni).
 """
 
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import click
 import numpy as np
 from scipy.stats import beta
 
+from benchmarks.options import selected
 from benchmarks.processes import mosquitto
 from benchmarks.report import Table, json_option, write_json
 from protocol.wire.messages import Privacy
@@ -37,10 +40,19 @@ from research.privacy.timed_fleet import Fleet, Published
 ERROR = 0.05
 """Probability that the lower bound of any score is above its AUC."""
 
-PAIRS = 5
-"""Of devices that build at once where they wait for a period; else one, as builds disturb one another."""
+AT_ONCE = 3
+"""Pairs that build at once where they wait for a period; else one, as builds disturb one another."""
 
-COLUMNS = {"options": "<40", "epsilon": ">8.3f", "allowed": ">9.1%", "  score": "<30", "AUC": ">8.1%",
+VARIANTS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        "allowed": ("--variable-time",),
+        "allowed, with a period": ("--variable-time", "--upload-period-s"),
+        "default, with a period": ("--upload-period-s",),
+    }
+)
+"""Options of the device, the last one without its value. By default, it refuses the backbone."""
+
+COLUMNS = {"variant": "<24", "epsilon": ">8.3f", "allowed": ">9.1%", "  score": "<30", "AUC": ">8.1%",
            "lower bound": ">13.1%", "mean without": ">14.3f", "mean with": ">11.3f"}  # fmt: skip
 
 
@@ -51,14 +63,14 @@ def allowed_auc(epsilon: float, delta: float) -> float:
 
 def auc(without: Sequence[float], with_image: Sequence[float]) -> float:
     """Return the share of pairs in which the one with the image has the larger score; equal ones count half."""
-    difference = np.subtract.outer(np.asarray(with_image), np.asarray(without))
+    difference = np.subtract(with_image, without)
     return float((difference > 0).mean() + (difference == 0).mean() / 2)
 
 
 def auc_at_least(
     without: Sequence[float], with_image: Sequence[float], *, error: float, random: np.random.Generator
 ) -> float:
-    """Return the lower bound of the AUC by the scores of pairs."""
+    """Return the lower bound of the AUC; coins decide between equal scores."""
     difference = np.subtract(with_image, without)
     larger = int(np.where(difference == 0, random.random(len(difference)) < 0.5, difference > 0).sum())
     return float(beta.ppf(error, larger, len(difference) - larger + 1)) if larger else 0.0
@@ -90,6 +102,7 @@ def charged(pairs: Sequence[tuple[Published, Published]]) -> tuple[float, float]
 
 
 @click.command("timing")
+@selected("--variant", "names", choices=VARIANTS)
 @click.option(
     "--builds", type=click.IntRange(1), default=50, show_default=True, help="With the image; as many without."
 )
@@ -97,32 +110,29 @@ def charged(pairs: Sequence[tuple[Published, Published]]) -> tuple[float, float]
     "--period-s", type=click.FloatRange(1), default=60.0, show_default=True, help="As --upload-period-s."
 )
 @json_option
-def command(*, builds: int, period_s: float, json_file: Path | None) -> None:
+def command(*, names: tuple[str, ...], builds: int, period_s: float, json_file: Path | None) -> None:
     """Attack private devices by the times of what they publish."""
-    table = Table(COLUMNS, title=f"{builds} builds with the image, {builds} without")
-    allow, period = ("--variable-time",), ("--upload-period-s", f"{period_s:g}")
+    table = Table(
+        COLUMNS, title=f"{builds} builds with the image, {builds} without, a period of {period_s:g} s"
+    )
     runs: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as name, mosquitto(Path(name)) as broker:
-        fleet = Fleet(Path(name), broker)
+    with tempfile.TemporaryDirectory() as folder, mosquitto(Path(folder)) as broker:
+        fleet = Fleet(Path(folder), broker)
         with fleet.serving():
-            for options, at_once in ((allow, 1), ((*allow, *period), PAIRS), (period, PAIRS)):
-                made: list[tuple[Published, Published]] = []
-                while len(made) < builds:
-                    made += fleet.builds(options, pairs=min(at_once, builds - len(made)))
-                epsilon, delta = charged(made)
+            for name in names:
+                options, pairs = VARIANTS[name], list[tuple[Published, Published]]()
+                has_period = "--upload-period-s" in options
+                while len(pairs) < builds:
+                    at_once = min(AT_ONCE if has_period else 1, builds - len(pairs))
+                    values = [f"{period_s:g}"] if has_period else []
+                    pairs += fleet.builds([*options, *values], pairs=at_once)
+                epsilon, delta = charged(pairs)
                 allowed = allowed_auc(epsilon, delta)
-                for each in compared(made):
+                for each in compared(pairs):
+                    auc, bound = each["AUC"], each["lower bound"]
                     means = (float(np.mean(each[case])) for case in ("without", "with"))
-                    table.row(
-                        " ".join(options),
-                        epsilon,
-                        allowed,
-                        each["score"],
-                        each["AUC"],
-                        each["lower bound"],
-                        *means,
-                    )
+                    table.row(name, epsilon, allowed, each["score"], auc, bound, *means)
                     runs.append(
-                        {"options": options, "epsilon": epsilon, "delta": delta, "allowed": allowed, **each}
+                        {"variant": name, "epsilon": epsilon, "delta": delta, "allowed": allowed, **each}
                     )
     write_json(json_file, "timing", tables=[table], plots=[], runs=runs)

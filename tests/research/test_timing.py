@@ -40,7 +40,7 @@ def test_lower_bound_is_above_the_auc_in_one_of_twenty_attacks() -> None:
 
 
 def test_auc_counts_equal_scores_half() -> None:
-    assert auc([1, 2], [2, 3]) == 7 / 8
+    assert auc([1, 2, 3, 4], [2, 3, 3, 3]) == 5 / 8
 
 
 def test_scores_are_of_times_number_and_order() -> None:
