@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tests.vectors import figures, images, messages, presences, signatures, transfers
+from tests.vectors import figures, images, joining, messages, presences, signatures, transfers
 
 FOLDER = Path(__file__).parents[2] / "protocol" / "vectors"
 
@@ -21,6 +21,7 @@ FILES = {
     "signatures.json": signatures.vectors,
     "trust.json": signatures.trust,
     "presence.json": presences.vectors,
+    "joining.json": joining.vectors,
     "preprocessing.json": images.vectors,
     "outlier_filter.json": figures.outlier_filter,
     "prototypes.json": figures.prototypes,

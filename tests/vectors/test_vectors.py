@@ -1,6 +1,8 @@
 """The code agrees with the vectors in `protocol/vectors`, and the command writes these files."""
 
 import base64
+import hashlib
+import hmac
 import json
 from typing import Any
 
@@ -17,11 +19,12 @@ from edge_client.core.uploads import cut_window
 from edge_client.privacy.image_groups import pack
 from edge_client.prototypes.outlier_filter import closest_features
 from edge_client.prototypes.prototype_averaging import average
-from protocol.errors import TransferError
+from protocol.errors import ConfigError, TransferError
 from protocol.models.preprocessing import Preprocessing, preprocess
 from protocol.statistics.confidence import confidence_bins, novelty_bins
 from protocol.wire.canary_rank import canary_rank
 from protocol.wire.codec import decode, digest_of, encode
+from protocol.wire.joining import parse_link
 from protocol.wire.messages import Frame, KeyCertificate, Message, Presence, PrivacyRecord
 from protocol.wire.presence import Start, observe
 from protocol.wire.quantization import dequantize, quantize
@@ -310,3 +313,41 @@ def test_bins() -> None:
         assert confidence_bins(np.array([case["probabilities"]], np.float32)).tolist() == [case["bin"]]
     for case in cases("confidence", "novelty"):
         assert novelty_bins(np.array([case["novelty"]], np.float32)).tolist() == [case["bin"]]
+
+
+@pytest.mark.parametrize("case", cases("joining", "links"), ids=lambda case: case["link"][:40])
+def test_link_is_read_or_refused(case: dict[str, Any]) -> None:
+    if case["fields"] is None:
+        with pytest.raises(ConfigError):
+            parse_link(case["link"])
+        return
+    link, fields = parse_link(case["link"]), dict(case["fields"])
+    found = {name: getattr(link, name) for name in fields}
+    assert {name: each.hex() if isinstance(each, bytes) else each for name, each in found.items()} == fields
+
+
+@pytest.mark.parametrize("case", cases("joining", "requests"), ids=lambda case: case["kind"])
+def test_request_proves_the_secret(case: dict[str, Any]) -> None:
+    """By an HMAC, which the standard library makes."""
+    secret = bytes.fromhex(case["secret"])
+    tls_key = hashlib.sha256(case["tls_key"].encode()).hexdigest() if case["tls_key"] else ""
+    fields = [case[name] for name in ("fleet", "device", "kind", "key")]
+    content = " ".join(["protofleet 1 join", *fields, tls_key]).encode()
+    assert hmac.new(secret, content, "sha256").hexdigest() == case["proof"]
+    assert hashlib.sha256(secret).hexdigest()[:16] == case["id"]
+
+
+@pytest.mark.parametrize("case", cases("joining", "connections"))
+def test_connection_is_signed(case: dict[str, Any]) -> None:
+    public = Ed25519PublicKey.from_public_bytes(bytes.fromhex(case["key"]))
+    if case["valid"]:
+        public.verify(bytes.fromhex(case["signature"]), case["signed"].encode())
+        return
+    with pytest.raises(InvalidSignature):
+        public.verify(bytes.fromhex(case["signature"]), case["signed"].encode())
+
+
+def test_one_answer_of_each_kind_is_accepted() -> None:
+    """The first one, and the one with a later key of the aggregator."""
+    verdicts = [case["valid"] for case in cases("joining", "answers")]
+    assert [number for number, is_valid in enumerate(verdicts) if is_valid] == [0, 5]
