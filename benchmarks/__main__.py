@@ -55,6 +55,10 @@ DEVICE = {
         *("device.int8", "Backbones of 8 bits beside float32", "10 min"),
         networks=["mobilenetv2_100"], sizes=[96], repetitions=3,
     ),
+    "wasm": _entry(
+        *("device.wasm", "Backbones and photographs as in a browser", "5 min"),
+        networks=["tf_mobilenetv3_small_100"], repetitions=3,
+    ),
 }  # fmt: skip
 FLEET = {
     "flower": _first(

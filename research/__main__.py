@@ -8,7 +8,7 @@ import click
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from protocol.cli import run
-from research import blocks, cells, families, hierarchical, published, restoration, statistics
+from research import blocks, cells, families, hierarchical, published, resizing, restoration, statistics
 from research.defaults import (
     block_edits,
     block_size,
@@ -32,7 +32,7 @@ MODULES = (
     *(principal_prototypes, sum_costs, squares, persons, audit, timing),
     *(fedpcl, fpl, published, statistics, step, tuning, flower_tuning, wire_rivals),
     *(class_prior, own_classes, confidence, default_layers, drift, forecast, head_choice, novelty, cells),
-    *(hierarchical, restoration, families, blocks, block_size, block_edits),
+    *(hierarchical, restoration, families, blocks, block_size, block_edits, resizing),
 )
 
 

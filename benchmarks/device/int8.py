@@ -72,7 +72,7 @@ def command(
     title = f"{BATCH_SIZE} photographs at a time, threads: 1, medians of {repetitions} turns"
     table, runs = Table(COLUMNS, title=title), {}
     with tempfile.TemporaryDirectory() as temporary:
-        folder = photos or _photos(Path(temporary))
+        folder = photos or photos_folder(Path(temporary))
         for network in networks:
             for size in sizes:
                 files = {name: Path(temporary) / f"{name}.onnx" for name in ("float32", "int8")}
@@ -84,7 +84,7 @@ def command(
     write_json(json_file, "int8", tables=[table], seconds_of_a_batch=runs)
 
 
-def _photos(folder: Path) -> Path:
+def photos_folder(folder: Path) -> Path:
     """Unzip the photos of the data folder."""
     archive = data_folder() / "photos.zip"
     if not archive.is_file():

@@ -10,10 +10,11 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
+from aggregator.http.app import page_folder
 from benchmarks.__main__ import GROUPS, cli, loaded
 from benchmarks.cost.train import OURS, Head, reached
 from benchmarks.cost.uploads import databases
-from benchmarks.device import features, predict, start
+from benchmarks.device import features, predict, start, wasm
 from benchmarks.device.features import ARRAYS, COLUMNS, _rows
 from benchmarks.device.features import OURS as DRY_RUN
 from benchmarks.device.measurement import Command, Cost, in_turns, median, ratio
@@ -23,7 +24,9 @@ from protocol.errors import ProtofleetError
 from tests.benchmarks.feature_factory import domain, features_of_digits, fill_cache, report_of
 from tests.support.databases.postgresql import PostgreSQL, needs_postgresql
 from tests.support.network.brokers import needs_mosquitto
+from tests.support.programs import find_program
 
+NODE = find_program("node")
 SMALL = ("--image-size", "32", "--repetitions", "1")
 
 
@@ -111,28 +114,54 @@ def test_rates_of_features_are_without_the_start() -> None:
     assert [row["seconds, times ours"] for row in rows] == [1, None]
 
 
-def test_int8(file: Path, tmp_path: Path) -> None:
-    photos = tmp_path / "photos"
-    photos.mkdir()
+def write_photos(folder: Path) -> str:
+    """Write ten photos to calibrate 8 bits on; return the folder."""
+    folder.mkdir()
     for number in range(10):
         grid = np.random.default_rng(number).integers(0, 256, (4, 4, 3), dtype=np.uint8)
         image = Image.fromarray(grid).resize((48, 48), Image.Resampling.BICUBIC)
-        image.save(photos / f"{number}.png")
-    options = (
+        image.save(folder / f"{number}.png")
+    return str(folder)
+
+
+def test_int8(file: Path, tmp_path: Path) -> None:
+    network = (
         "--network",
         "test_resnet",
         "--image-size",
         "48",
         "--photos",
-        str(photos),
-        "--repetitions",
-        "2",
+        write_photos(tmp_path / "photos"),
     )
-    report = run(file, "device", "int8", *options)
+    report = run(file, "device", "int8", *network, "--repetitions", "2")
     ((row,),) = (table["rows"] for table in report["tables"])
     cells = dict(zip(report["tables"][0]["columns"], row, strict=True))
     assert 0.9 < float(cells["worst cosine"]) <= float(cells["median"])
     assert [len(turns) for turns in report["seconds_of_a_batch"]["test_resnet-48"].values()] == [2, 2]
+
+
+@pytest.mark.skipif(NODE is None, reason="node is not installed: apt-get install nodejs npm")
+@pytest.mark.skipif(
+    page_folder() is None, reason="the page's libraries are missing: python -m dashboard.vendor"
+)
+def test_wasm(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node and Chromium run the same jobs; Chromium decodes JPEG, too."""
+    monkeypatch.setattr(wasm, "PHOTOS", {"a": (64, 48)})
+    network = (
+        "--network",
+        "test_resnet",
+        "--image-size",
+        "48",
+        "--photos",
+        write_photos(tmp_path / "photos"),
+    )
+    report = run(file, "device", "wasm", *network, "--repetitions", "2")
+    runs = report["milliseconds"]
+    assert {len(turns) for jobs in runs.values() for turns in jobs.values()} == {2}
+    assert "test_resnet, a: features" in runs["Node"]
+    if find_program("chromium"):
+        assert runs["Chromium"].keys() - runs["Node"].keys() == {"test_resnet, a: JPEG"}
+    assert [len(table["rows"]) for table in report["tables"]] == [len(runs)] * 3
 
 
 @needs_mosquitto
