@@ -29,7 +29,7 @@ async function decode(bytes) {
 }
 
 /**
- * Return the milliseconds of each job in each turn, by name.
+ * Return the milliseconds of each job in each turn, by name; photographs are for the first network.
  * @param {string} folder URL of the files that jobs.json names
  * @param {number} turns
  */
@@ -48,6 +48,7 @@ export async function measure(folder, turns) {
     jobs[`${name}, float32`] = () => run(float32, pixels);
     jobs[`${name}, int8`] = () => run(int8, pixels);
     jobs[`${name}, head`] = () => head.run({ feature: new ort.Tensor("float32", new Float32Array(size).fill(0.5), [1, size]) });
+    if (name !== Object.keys(networks)[0]) continue;
     for (const { file, width, height } of photos) {
       const rgba = await read(`${folder}${file}.raw`);
       const prepared = () => preprocess({ data: onWhite(rgba), width, height }, to);
