@@ -158,6 +158,7 @@ def run_command(  # noqa: PLR0913 - one for each option
         brokers=brokers,
         access=access,
         verbose=verbose,
+        http_files=(http_cert, http_key) if http_cert is not None and http_key is not None else None,
     )
     with listening_settings(dashboard, state) as listening:
         programs = []

@@ -34,6 +34,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     brokers: tuple[BrokerAddress, ...]
     access: BrokerAccess
     verbose: bool
+    http_files: tuple[Path, Path] | None = None
+    """Certificate and key of the HTTP server, which this program examines: it has the library."""
 
 
 class SupervisedJobs:
@@ -79,9 +81,10 @@ def run(settings: ServeSettings, pipe: Connection) -> None:
     from aggregator.config.training_packages import require_packages_of
     from aggregator.server.aggregator import prepare, serve
     from aggregator.storage.open_store import open_store
-    from protocol.mqtt.tls import warnings
+    from protocol.mqtt.tls import server_warnings, warnings
 
-    for warning in warnings(settings.access, settings.brokers):
+    of_http = server_warnings(*settings.http_files) if settings.http_files is not None else []
+    for warning in [*warnings(settings.access, settings.brokers), *of_http]:
         log.warning("%s", warning)
     task_file, backbones = load_task(settings.task)
     require_packages_of(task_file)

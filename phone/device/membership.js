@@ -76,7 +76,7 @@ async function fetched(url, options) {
   } catch {
     throw new JoinError(answer ? "answer" : "offline");
   }
-  if (!answer.ok) throw new JoinError("refused", typeof body?.detail === "string" ? body.detail.slice(0, 300) : "");
+  if (!answer.ok) throw new JoinError("refused", typeof body?.error === "string" ? body.error.slice(0, 300) : "");
   return body;
 }
 

@@ -6,8 +6,12 @@ import ssl
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cryptography import x509
 
 PORT = 1883
 TLS_PORT = 8883
@@ -128,10 +132,19 @@ def open_tls(access: BrokerAccess) -> ssl.SSLContext | None:
 
 def check_server_files(certificate: Path, key: Path) -> None:
     """Raise ConfigError if a server's certificate (PEM) and key cannot be used."""
-    _load_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), certificate, key)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _load_certificate(context, certificate, key, advice="give the key that the certificate was made for")
 
 
-def _load_certificate(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
+def server_warnings(certificate: Path, key: Path) -> list[str]:
+    """Return warnings to log of a server's files, as `warnings` does."""
+    expiry = expiry_warning(certificate, datetime.now(UTC), advice="renew it, and restart the aggregator")
+    return list(filter(None, [readable_by_others(key), expiry]))
+
+
+def _load_certificate(
+    context: ssl.SSLContext, certificate: Path, key: Path, *, advice: str = "give both from one enrollment"
+) -> None:
     what = ""
     try:
         for file in (certificate, key):
@@ -142,9 +155,7 @@ def _load_certificate(context: ssl.SSLContext, certificate: Path, key: Path) -> 
         context.load_cert_chain(certificate, key, password="")
     except OSError as error:
         if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
-            text = (
-                f"the key {key} does not match the certificate {certificate}: give both from one enrollment"
-            )
+            text = f"the key {key} does not match the certificate {certificate}: {advice}"
             raise ConfigError(text) from error
         raise _unreadable(error, what) from error
 
@@ -170,28 +181,34 @@ def warnings(access: BrokerAccess, brokers: Brokers) -> list[str]:
     return list(filter(None, found))
 
 
-def expiry_warning(certificate: Path, now: datetime) -> str:
-    """Return a warning if a certificate (PEM) expires within 30 days; empty otherwise, or if it cannot be read."""
+def expiry_warning(certificate: Path, now: datetime, *, advice: str = "") -> str:
+    """Return a warning if a certificate (PEM) expires within 30 days; empty otherwise, or if it cannot be read.
+
+    Without an advice, the one for a certificate of the fleet.
+    """
     from cryptography import x509
-    from cryptography.x509.oid import NameOID
 
     try:
         read = x509.load_pem_x509_certificate(certificate.read_bytes())
-        end, names = read.not_valid_after_utc, read.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+        end = read.not_valid_after_utc
     except (OSError, ValueError):
         return ""  # an error where it is used
     if end - now > EXPIRY_WARNING:
         return ""
+    verb = "expired" if end <= now else "expires"
+    return f"the certificate {certificate} {verb} on {end:%Y-%m-%d}: {advice or _renewal(read)}"
+
+
+def _renewal(certificate: "x509.Certificate") -> str:
+    from cryptography.x509.oid import NameOID
+
+    names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     name, is_program, _ = str(names[0].value if names else "").partition("@")  # DEVICE, or PROGRAM@FLEET
-    if read.issuer == read.subject or (is_program and name == "aggregator"):
-        advice = "see docs/operations/enrollment.md#renew-certificates"
-    elif is_program:
-        advice = "renew it with `aggregator enroll-sums --out DIR`"
-    else:
-        advice = f"renew it with `aggregator enroll {name} --renew --out DIR`"
-    if end <= now:
-        return f"the certificate {certificate} expired on {end:%Y-%m-%d}: {advice}"
-    return f"the certificate {certificate} expires on {end:%Y-%m-%d}: {advice}"
+    if certificate.issuer == certificate.subject or (is_program and name == "aggregator"):
+        return "see docs/operations/enrollment.md#renew-certificates"
+    if is_program:
+        return "renew it with `aggregator enroll-sums --out DIR`"
+    return f"renew it with `aggregator enroll {name} --renew --out DIR`"
 
 
 def readable_by_others(secret: Path) -> str:

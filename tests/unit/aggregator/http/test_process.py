@@ -2,16 +2,28 @@
 
 import contextlib
 import os
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    KeySerializationEncryption,
+    NoEncryption,
+    PrivateFormat,
+)
 
 from aggregator.http.process import listening_settings
 from aggregator.http.settings import HttpAddress, HttpSettings, http_settings, parse_address
+from aggregator.security.certificate_authority import create_ca, issue_server, utc_now
 from aggregator.supervised import ServeState, encode
 from protocol.errors import ConfigError
+from protocol.mqtt.tls import server_warnings
+from protocol.storage.keyfile import write_private
 from tests.support.fleets.fleet import wait_until
 from tests.unit.aggregator.http.servers import TOKEN, serving, started
 
@@ -63,6 +75,61 @@ def test_other_addresses_need_a_token(address: str, tmp_path: Path, monkeypatch:
     assert found.token == TOKEN
     monkeypatch.setenv("PROTOFLEET_HTTP_TOKEN", TOKEN)
     assert options(address) == found
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """A server's certificate and its key."""
+    issued = issue_server(create_ca("https", now=utc_now()), ["localhost"], now=utc_now(), days=20)
+    certificate, key = tmp_path / "https.crt", tmp_path / "https.key"
+    certificate.write_bytes(issued.certificate)
+    write_private(key, issued.key)
+    return certificate, key
+
+
+def https(certificate: Path | None, key: Path | None) -> HttpSettings | None:
+    return http_settings(
+        None, token_file=None, hosts=(), extras="aggregator", certificate=certificate, key=key
+    )
+
+
+def test_certificate_that_cannot_be_used_is_one_line(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """At the start, with what is wrong; a key with a password asks for none."""
+    certificate, key = pair
+    found = https(certificate, key)
+    assert found is not None
+    assert found.scheme == "https"
+    other, locked, text = tmp_path / "other.key", tmp_path / "locked.key", tmp_path / "text"
+    made = ec.generate_private_key(ec.SECP256R1())
+    kinds: dict[Path, KeySerializationEncryption] = {
+        other: NoEncryption(),
+        locked: BestAvailableEncryption(b"password"),
+    }
+    for file, encryption in kinds.items():
+        file.write_bytes(made.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
+    text.write_text("no certificate")
+    for files, message in (
+        ((certificate, None), "--http-cert and --http-key belong together: give both"),
+        ((None, key), "--http-cert and --http-key belong together: give both"),
+        ((tmp_path / "none", key), f"cannot read {tmp_path / 'none'}: No such file or directory"),
+        ((certificate, tmp_path / "none"), f"cannot read {tmp_path / 'none'}: No such file or directory"),
+        ((certificate, other), f"{other} does not match the certificate {certificate}: give the key"),
+        ((certificate, locked), "expected PEM, and a key without a password"),
+        ((text, key), f"cannot use the certificate {text} with the key {key}: expected PEM"),
+        ((certificate, text), f"cannot use the certificate {certificate} with the key {text}: expected PEM"),
+        ((key, key), f"cannot use the certificate {key} with the key {key}: expected PEM"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            https(*files)
+
+
+def test_certificate_that_expires_is_a_warning(pair: tuple[Path, Path]) -> None:
+    """As is a key that others can read."""
+    certificate, key = pair
+    (warning,) = server_warnings(certificate, key)
+    assert re.fullmatch(r"the certificate \S+ expires on \S+: renew it, and restart the aggregator", warning)
+    key.chmod(0o644)
+    assert f"every user of this machine can read {key}: chmod 600 {key}" in server_warnings(certificate, key)
 
 
 def test_short_token_is_refused(tmp_path: Path) -> None:
