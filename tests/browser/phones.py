@@ -124,5 +124,5 @@ class PhonePage(DashboardPage):
         """Write images of the screen, light and dark."""
         for scheme in ("light", "dark"):
             self.page.emulate_media(color_scheme=scheme)
-            self.page.screenshot(path=f"{path}-{scheme}.png")
+            self.page.screenshot(path=f"{path}-{scheme}.jpg", type="jpeg", quality=80)
         self.page.emulate_media(color_scheme="light")
