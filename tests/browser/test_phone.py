@@ -1,6 +1,7 @@
 """The page for phones in Chromium: phones and boxes of one closed fleet, and what can go wrong on a phone."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from protocol.storage.keyfile import read_or_make_key
 from protocol.wire.signing import public_key
+from tests.browser.pages import CHROMIUM, TIMEOUT_MS
 from tests.browser.phones import CLASSES, PhonePage, phone, photographs, write_film, write_photographs
 from tests.support.fleets.fleet import Fleet, write_task
 from tests.support.fleets.joined_fleet import JoinedFleet
@@ -183,6 +185,26 @@ def images_of(page: PhonePage) -> int:
     """Return the number of images of the only class with any."""
     page.show("Images")
     return int(page.page.locator("main h2").inner_text().rpartition(", ")[2])
+
+
+def test_files_are_taken_where_the_browser_keeps_them(
+    playwright: "Playwright", open_fleet: tuple[Fleet, str], tmp_path: Path
+) -> None:
+    """In German."""
+    link, images = open_fleet[1], write_photographs(tmp_path / "images", count=4, seed=3)
+    profile, program = tmp_path / "profile", shutil.which(CHROMIUM)
+    start = playwright.chromium.launch_persistent_context
+    with start(profile, executable_path=program, args=["--no-sandbox"], locale="de-DE") as context:
+        page = context.new_page()
+        page.set_default_timeout(TIMEOUT_MS)
+        grant = {"permissions": ["durableStorage"], "origin": link.partition("/join")[0]}
+        context.new_cdp_session(page).send("Browser.grantPermissions", grant)
+        page.goto(link)
+        page.get_by_role("button", name="Beitreten").click()
+        page.get_by_label("Klasse").select_option("temple")
+        page.get_by_label("Bilddateien hinzufügen").set_input_files(sorted((images / "temple").iterdir()))
+        page.get_by_role("link", name="Bilder").click()
+        page.get_by_role("heading", name="temple, 4").wait_for()
 
 
 def test_clock_of_another_year_is_explained(browser: "Browser", open_fleet: tuple[Fleet, str]) -> None:
