@@ -4,16 +4,12 @@ One listener is configured by `aggregator enroll-broker`: certificates and an ac
 stands for an attacker who has passed the broker, or operates it. Both serve the same topics.
 """
 
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
-
-from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 
 from aggregator.intake.upload import Upload
 from aggregator.storage.open_store import open_store
@@ -26,7 +22,7 @@ from protocol.wire.messages import MAX_FRAME_BYTES, Frame, HeadManifest, Signed,
 from protocol.wire.signing import open_manifest, sign_frame
 from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, fleet_topic
 from protocol.wire.transfer import frames_of
-from tests.support.devices.device_factory import gray_png
+from tests.support.devices.marked_images import mark_images, write_bomb
 from tests.support.fleets.closed_fleet import FLEET, ClosedFleet
 from tests.support.fleets.fleet import Fleet, folder_bytes, write_digits
 from tests.support.network.brokers import free_address
@@ -295,36 +291,12 @@ def attack(
     return lambda attempt: Attack(name, attempt, stopped_by, counted, otherwise)
 
 
-NAME_MARK = "xyzzyname"
-"""In the name of every image of the honest devices."""
-BYTES_MARK = "xyzzybytes"
-"""In the bytes of every one."""
-BOMB = "bomb.png"
-BOMB_EDGE = 50_000
-
-
 def write_images(root: Path) -> dict[str, Path]:
     """Write each honest device's images, half of the classes each, and a bomb among those of the first."""
     folders = {}
     for number, name in enumerate(HONEST):
         folder = write_digits(root / f"images-{name}", classes=list(range(5 * number, 5 * number + 5)))
-        for file in sorted(folder.rglob("*.png")):
-            _mark(file)
+        mark_images(folder)
         folders[name] = folder
-    (folders[HONEST[0]] / "0" / BOMB).write_bytes(_bomb(BOMB_EDGE))
+    write_bomb(folders[HONEST[0]] / "0")
     return folders
-
-
-def _mark(file: Path) -> None:
-    note = PngInfo()
-    note.add_text("Comment", BYTES_MARK)
-    with Image.open(file) as image:
-        image.save(file.with_name(f"{NAME_MARK}-{file.name}"), pnginfo=note)
-    file.unlink()
-
-
-def _bomb(edge: int) -> bytes:
-    """Return a PNG file of some kilobytes that decodes to gigabytes."""
-    packer = zlib.compressobj(9)
-    data = b"".join(packer.compress(bytes(edge + 1)) for _ in range(edge // 100)) + packer.flush()
-    return gray_png(edge, edge, data)

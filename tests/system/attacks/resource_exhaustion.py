@@ -18,11 +18,12 @@ from protocol.wire.arrays import to_array, to_tensor, to_unsigned
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import MAX_CHUNK_BYTES, BlobRequest, Frame, Privacy, Submission, TaskManifest
 from protocol.wire.signing import open_manifest, public_key
+from tests.support.devices.marked_images import BOMB
 from tests.support.fleets.aggregator_process import spoil
 from tests.support.fleets.closed_fleet import FLEET
 from tests.support.fleets.fleet import write_digits
 from tests.system.attacks.attacker_client import AttackerClient, ReceivedMessage, TrafficMonitor
-from tests.system.attacks.fleet import BOMB, LATE, MALLORY, NEW, AttackedFleet, attack, frame_of, own, shared
+from tests.system.attacks.fleet import LATE, MALLORY, NEW, AttackedFleet, attack, frame_of, own, shared
 
 TRANSFERS = int(os.environ.get("PROTOFLEET_ATTACKS_TRANSFERS", "6000"))
 """Tiny transfers in a flood, half of them by a device with valid signatures. Set to 1000000 for a full run."""

@@ -13,10 +13,11 @@ from msgspec import UNSET
 
 from protocol.wire.messages import MAX_CLASSES
 from protocol.wire.quantization import dequantized_block, range_of
+from tests.support.devices.marked_images import BOMB, BYTES_MARK, NAME_MARK
 from tests.support.fleets.closed_fleet import FLEET
 from tests.support.fleets.fleet import QUICK, write_task
 from tests.system.attacks.compromised_aggregator import DEVICE, PASSWORD, CompromisedAggregator
-from tests.system.attacks.fleet import BOMB, BYTES_MARK, HONEST, NAME_MARK, AttackedFleet, write_images
+from tests.system.attacks.fleet import HONEST, AttackedFleet, write_images
 from tests.system.attacks.topic_access import publish_to_broker
 from tests.system.suites import ATTACKS
 from tests.system.tables import AttackRow
