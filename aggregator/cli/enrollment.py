@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +117,8 @@ def enroll_command(  # noqa: PLR0913 - one for each option
     if link:
         if out is not None or key or not url:
             raise click.UsageError("--link needs --url, and neither --out nor --key")
+        if not re.fullmatch(r"https?://[^#?\s]+", url):
+            raise ConfigError(f"expected --url as https://HOST, got {url!r}")
         _print_link(state, task, address=url, device=device or "", valid_minutes=valid_minutes, **given)
         return
     if device is None or out is None or url is not None:
@@ -162,16 +165,22 @@ def _print_link(state: Path, task: Path | None, *, valid_minutes: int, **given: 
             write=session.change_keys,
             **given,
         )
-    with contextlib.suppress(ModuleNotFoundError):  # the link is enough
-        import segno
-
-        segno.make(str(made), error="l").terminal(compact=True)
+    if sys.stdout.isatty():
+        _print_code(str(made))
     click.echo(str(made))
     click.echo(
         f"good for one device and {valid_minutes} minutes: open it on a phone, or on a box: edge-client join 'LINK'"
     )
     if not is_closed:
         click.echo("the device that uses it closes the fleet: devices that are not enrolled are refused then")
+
+
+def _print_code(link: str) -> None:
+    """Print a QR code, where its package is installed and the terminal has its characters: the link is enough."""
+    with contextlib.suppress(ModuleNotFoundError, UnicodeEncodeError):
+        import segno
+
+        segno.make(link, error="l").terminal(compact=True)
 
 
 @click.command(

@@ -195,8 +195,8 @@ def expiry_warning(certificate: Path, now: datetime, *, advice: str = "") -> str
         return ""  # an error where it is used
     if end - now > EXPIRY_WARNING:
         return ""
-    verb = "expired" if end <= now else "expires"
-    return f"the certificate {certificate} {verb} on {end:%Y-%m-%d}: {advice or _renewal(read)}"
+    what = f"expired on {end:%Y-%m-%d}" if end <= now else f"expires on {end:%Y-%m-%d}"
+    return f"the certificate {certificate} {what}: {advice or _renewal(read)}"
 
 
 def _renewal(certificate: "x509.Certificate") -> str:

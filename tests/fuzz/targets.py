@@ -7,6 +7,7 @@ from tests.fuzz.devices import DEVICE
 from tests.fuzz.files import ARRAYS, ENROLLMENT, METADATA
 from tests.fuzz.graphs import GRAPHS
 from tests.fuzz.http_requests import HTTP
+from tests.fuzz.joining import JOINING
 from tests.fuzz.messages import MESSAGES, SECOND_MOMENT, SIGNATURES, TOPICS
 from tests.fuzz.mutations import of_message
 from tests.fuzz.sums import SUM_REPLIES, SUM_REQUESTS
@@ -18,7 +19,7 @@ TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
         *(MESSAGES, TOPICS, SIGNATURES, UPLOAD, OPEN_UPLOADS, DEVICE, AGGREGATOR, UPLOADED, GRAPHS),
-        *(ARRAYS, METADATA, ENROLLMENT, SECOND_MOMENT, HTTP, SUM_REQUESTS, SUM_REPLIES),
+        *(ARRAYS, METADATA, ENROLLMENT, SECOND_MOMENT, HTTP, SUM_REQUESTS, SUM_REPLIES, JOINING),
     )
 }
 
