@@ -8,8 +8,8 @@ from dataclasses import replace
 from aggregator.coordination.canary_rollout import commanded, named_head
 from aggregator.coordination.rollout_state import CommandKind, HeadCommand, RefuseCommand, without_forgotten
 from aggregator.heads.rollout_steps import log_action, with_made_heads
-from aggregator.storage.devices import REVOKED, ForgottenDevice
 from aggregator.storage.heads import HeadRecord
+from aggregator.storage.quarantine import REVOKED, ForgottenDevice
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask
 from aggregator.sums.stored_lists import devices_of, drop_requests, opened_tasks, sums_of

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from aggregator.coordination.round_state import Settings, is_over
-from aggregator.storage.devices import REVOKED
 from aggregator.storage.heads import ADAPTER_MISSING, CALIBRATED_FROM, NO_PYTORCH, HeadRecord
+from aggregator.storage.quarantine import REVOKED
 from aggregator.storage.store import Store
 from aggregator.sums.stored_lists import (
     add_to_total,

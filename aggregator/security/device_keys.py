@@ -6,7 +6,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from aggregator.storage.devices import REVOKED, Key
+from aggregator.storage.device_keys import Key
+from aggregator.storage.quarantine import REVOKED
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import JoinLinks, ServedTask, StoredLink
 from protocol.errors import ConfigError

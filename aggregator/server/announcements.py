@@ -14,7 +14,7 @@ from aggregator.intake.validation import Refused
 from aggregator.messaging.blob_sender import reading
 from aggregator.messaging.manifest_signer import ManifestSigner
 from aggregator.messaging.publisher import Publisher
-from aggregator.storage.devices import UNKNOWN_DEVICE
+from aggregator.storage.refusals import UNKNOWN_DEVICE
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask
 from aggregator.tasks.restoration import VerifiedFiles

@@ -19,7 +19,7 @@ from aggregator.messaging.blob_sender import BlobSender
 from aggregator.rates import DeviceEvents, TokenBuckets
 from aggregator.security.seal_key import own_seal_key
 from aggregator.server.store_view import StoreView
-from aggregator.storage.devices import UNKNOWN_DEVICE
+from aggregator.storage.refusals import UNKNOWN_DEVICE
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task_preparation import Task

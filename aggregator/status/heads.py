@@ -12,8 +12,8 @@ from msgspec import UNSET, Meta
 from aggregator.coordination import rollout_state
 from aggregator.coordination.minimums import CALIBRATION_IMAGES
 from aggregator.status.rows import Rows
-from aggregator.storage.devices import UnixSeconds
 from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
+from aggregator.storage.stored_values import UnixSeconds
 from protocol.statistics.balanced_accuracy import balanced_accuracy
 from protocol.wire.messages import MAX_CONFUSED, Evaluation
 

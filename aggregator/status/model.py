@@ -18,9 +18,11 @@ from aggregator.status.devices import Device
 from aggregator.status.forecast import Forecast
 from aggregator.status.heads import Head, of_current, of_newest
 from aggregator.status.privacy import NEARLY, Privacy, Sums
-from aggregator.storage.devices import ForgottenDevice, QuarantinedDevice, Refusal, UnixSeconds
 from aggregator.storage.heads import TrainingProgress
+from aggregator.storage.quarantine import ForgottenDevice, QuarantinedDevice
+from aggregator.storage.refusals import Refusal
 from aggregator.storage.stop_reason import StopReason
+from aggregator.storage.stored_values import UnixSeconds
 from aggregator.storage.submissions import LostSubmission
 from protocol.wire.presence import Duplicate
 

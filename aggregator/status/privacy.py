@@ -9,7 +9,7 @@ from msgspec import Meta
 from aggregator.status.annotations import Metric
 from aggregator.status.devices import Device
 from aggregator.status.rows import Rows
-from aggregator.storage.devices import UnixSeconds
+from aggregator.storage.stored_values import UnixSeconds
 from aggregator.sums.stored_lists import devices_of, sums_of
 from protocol.cli import counted
 from protocol.statistics.noisy_sums import ENOUGH, hidden_images, unit_in_words

@@ -7,7 +7,7 @@ from typing import Any
 
 from aggregator.coordination.collection import Collection, wanted_devices
 from aggregator.coordination.round_state import Settings, is_over
-from aggregator.storage.devices import REVOKED
+from aggregator.storage.quarantine import REVOKED
 from protocol.storage.facts import Tables
 
 _REVOKED = (

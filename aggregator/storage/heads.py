@@ -11,7 +11,7 @@ from aggregator.coordination import rollout_state
 from aggregator.coordination.canary_comparison import CanaryResult
 from aggregator.coordination.rollout_state import without_forgotten
 from aggregator.storage.changes import change
-from aggregator.storage.devices import ForgottenDevices
+from aggregator.storage.quarantine import ForgottenDevices
 from protocol.storage.facts import Tables
 from protocol.wire.messages import BlobRef, Evaluation
 

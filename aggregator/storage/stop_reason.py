@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from aggregator.storage.devices import UnixSeconds
+from aggregator.storage.stored_values import UnixSeconds
 from protocol.storage.blobstore import state_errors, write_atomically
 
 _BYTES = 4096

@@ -1,13 +1,17 @@
 """Single values that survive a restart: a typed struct each, stored as JSON under the name of its class."""
 
 from collections.abc import Mapping
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from aggregator.config.limits import Limits
 from aggregator.config.privacy import PrivacySettings
 from aggregator.coordination import rollout_state, round_state
 from protocol.wire.messages import BlobRef, SecondOperator
+
+UnixSeconds = Annotated[float, Meta(description="Unix seconds.")]
 
 
 class ServedTask(msgspec.Struct, frozen=True):

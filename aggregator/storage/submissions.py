@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from aggregator.coordination.round_state import Entry
 from aggregator.storage.changes import change
-from aggregator.storage.devices import UnixSeconds
+from aggregator.storage.stored_values import UnixSeconds
 from protocol.storage.facts import Tables
 from protocol.wire.messages import MaskedSubmission
 

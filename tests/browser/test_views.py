@@ -12,8 +12,8 @@ from aggregator.config.limits import Limits
 from aggregator.config.schema import Rounds
 from aggregator.coordination.rollout_state import State, Trial
 from aggregator.storage import stop_reason
-from aggregator.storage.devices import REVOKED
 from aggregator.storage.heads import TrainingProgress
+from aggregator.storage.quarantine import REVOKED
 from aggregator.storage.stop_reason import StopReason
 from aggregator.storage.stored_values import LostFiles
 from aggregator.sums.stored_lists import put_sums, sums_of

@@ -12,9 +12,9 @@ from aggregator.coordination.collection import Plan, closes_at_s, decide
 from aggregator.coordination.round_state import Entry, Settings
 from aggregator.coordination.rounds import Verdict, judged
 from aggregator.heads.open_collection import open_collection
-from aggregator.storage.devices import REVOKED, ForgottenDevice
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
+from aggregator.storage.quarantine import REVOKED, ForgottenDevice
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.retry_delay import retry_delay_s

@@ -21,9 +21,9 @@ from aggregator.heads.next_head import folder_of, update_quarantine
 from aggregator.heads.rollout import Rollout
 from aggregator.heads.schedule import Schedule
 from aggregator.intake.validation import Prototypes
-from aggregator.storage.devices import REVOKED
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
+from aggregator.storage.quarantine import REVOKED
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.sums.stored_lists import PendingList, SumLists, put_sums, sums_of

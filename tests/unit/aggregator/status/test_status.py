@@ -23,9 +23,10 @@ from aggregator.status import model
 from aggregator.status.collect import collect_status
 from aggregator.status.heads import ClassResult, Confusion, DeviceSpread, HeldOut
 from aggregator.storage import stop_reason
-from aggregator.storage.devices import ForgottenDevice, Refusal
 from aggregator.storage.heads import TrainingProgress
 from aggregator.storage.open_store import open_store
+from aggregator.storage.quarantine import ForgottenDevice
+from aggregator.storage.refusals import Refusal
 from aggregator.storage.stop_reason import StopReason
 from aggregator.storage.store import Store
 from aggregator.storage.usage import FLEET, Usage

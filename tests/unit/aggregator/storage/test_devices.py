@@ -3,8 +3,8 @@
 import pytest
 
 from aggregator.coordination.round_state import DeviceDecisions
-from aggregator.storage import devices
-from aggregator.storage.devices import REVOKED, QuarantinedDevice
+from aggregator.storage import device_keys, devices, refusals
+from aggregator.storage.quarantine import REVOKED, QuarantinedDevice
 from aggregator.storage.store import Store
 from tests.support.messages.submissions import TASK
 
@@ -22,9 +22,9 @@ def test_refusals_are_counted_per_device_and_reason(store: Store) -> None:
     ]
     assert is_first == [True, False, True, True]
     assert store.refusals.all() == [
-        devices.Refusal("a", "dtype", 1, "3", 1.0),
-        devices.Refusal("a", "shape", 2, "2", 1.0),
-        devices.Refusal("b", "shape", 1, "4", 1.0),
+        refusals.Refusal("a", "dtype", 1, "3", 1.0),
+        refusals.Refusal("a", "shape", 2, "2", 1.0),
+        refusals.Refusal("b", "shape", 1, "4", 1.0),
     ]
 
 
@@ -43,7 +43,7 @@ def test_refused_devices_are_not_online(store: Store) -> None:
 
 @pytest.fixture
 def small(store: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
-    monkeypatch.setattr(devices, "MAX_REFUSALS", 3)
+    monkeypatch.setattr(refusals, "MAX_REFUSALS", 3)
     monkeypatch.setattr(devices, "MAX_PINNED_DEVICES", 2)
     return store
 
@@ -64,7 +64,7 @@ def test_refusals_of_enrolled_device_are_always_counted(small: Store) -> None:
     small.keys.enroll("shed-1", bytes(32), now_s=0.0)
     for device in (*"abcdefgh", "shed-1"):
         small.refusals.count(device, reason="signature", detail="", now_s=0.0)
-    assert devices.Refusal("shed-1", "signature", 1, "", 0.0) in small.refusals.all()
+    assert refusals.Refusal("shed-1", "signature", 1, "", 0.0) in small.refusals.all()
 
 
 def test_unenrolled_devices_are_limited(small: Store) -> None:
@@ -115,7 +115,7 @@ def test_keys_decide_for_every_task(store: Store) -> None:
 
 def test_made_up_names_take_bounded_memory(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys are read with every frame, and a client can make up any number of names."""
-    monkeypatch.setattr(devices, "MAX_CACHED", 10)
+    monkeypatch.setattr(device_keys, "MAX_CACHED", 10)
     for number in range(100):
         assert store.keys.get(f"made-up-{number}") is None
         assert len(store.keys._cache) <= 10

@@ -11,9 +11,11 @@ import pytest
 from aggregator.coordination.round_state import Entry
 from aggregator.security.device_keys import reset_device
 from aggregator.storage import schema
-from aggregator.storage.devices import REVOKED, DeviceRecord, ForgottenDevice, Refusal
+from aggregator.storage.devices import DeviceRecord
 from aggregator.storage.heads import HeadRecord, TrainingProgress
 from aggregator.storage.open_store import SqliteDatabase, open_store
+from aggregator.storage.quarantine import REVOKED, ForgottenDevice
+from aggregator.storage.refusals import Refusal
 from aggregator.storage.schema import MIGRATIONS
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import SigningKey

@@ -9,7 +9,7 @@ from msgspec import structs
 from aggregator.commands.operator_commands import forget
 from aggregator.heads.schedule import Schedule
 from aggregator.job_processes import JobEnded, JobOrder
-from aggregator.storage.devices import REVOKED
+from aggregator.storage.quarantine import REVOKED
 from aggregator.storage.store import Store
 from aggregator.sums.second_operator import SecondOperatorLists
 from aggregator.sums.stored_lists import sums_of

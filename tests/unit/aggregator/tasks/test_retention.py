@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from aggregator.coordination.round_state import Entry
-from aggregator.storage.devices import ForgottenDevice
+from aggregator.storage.quarantine import ForgottenDevice
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.retention import (
