@@ -16,7 +16,8 @@ a = (1 - delta) / (1 + e^epsilon). The area below them, the largest AUC of any s
 one without, in random order. The AUC is the probability that the one with the image has the larger score, where a fair
 coin decides between equal ones. Given any load, it is the area above, so its mean over loads is allowed as much. The
 number of pairs in which the one with the image wins is binomial: the bound is that of Clopper and Pearson (1934), and
-nothing is assumed of the scores. Several scores of the same builds share the error (Bonferroni).
+nothing is assumed of the scores. An attacker may also use the negative of a score. The scores of the same builds and
+their negatives share the error (Bonferroni).
 """
 
 import math
@@ -52,7 +53,7 @@ VARIANTS: Mapping[str, Sequence[str]] = MappingProxyType(
 )
 """Options of the device, the last one without its value. By default, it refuses the backbone."""
 
-COLUMNS = {"variant": "<24", "epsilon": ">8.3f", "allowed": ">9.1%", "  score": "<30", "AUC": ">8.1%",
+COLUMNS = {"variant": "<24", "epsilon": ">8.3f", "allowed": ">9.1%", "score": ">26", "AUC": ">8.1%",
            "lower bound": ">13.1%", "mean without": ">14.3f", "mean with": ">11.3f"}  # fmt: skip
 
 
@@ -70,14 +71,15 @@ def auc(without: Sequence[float], with_image: Sequence[float]) -> float:
 def auc_at_least(
     without: Sequence[float], with_image: Sequence[float], *, error: float, random: np.random.Generator
 ) -> float:
-    """Return the lower bound of the AUC; coins decide between equal scores."""
+    """Return the lower bound of the AUC of the score or of its negative, whichever is larger."""
     difference = np.subtract(with_image, without)
     larger = int(np.where(difference == 0, random.random(len(difference)) < 0.5, difference > 0).sum())
-    return float(beta.ppf(error, larger, len(difference) - larger + 1)) if larger else 0.0
+    wins = max(larger, len(difference) - larger)
+    return float(beta.ppf(error / 2, wins, len(difference) - wins + 1))
 
 
 def compared(pairs: Sequence[tuple[Published, Published]], *, seed: int = 0) -> list[dict[str, Any]]:
-    """Return each score's AUC and its lower bound."""
+    """Return each score's AUC, which is below a half where its negative is the better score, and the lower bound."""
     usual, _ = Counter(without.channels for without, _ in pairs).most_common(1)[0]
     scores = [
         [{**one.scores(), "unusual order": float(one.channels != usual)} for one in case]

@@ -24,19 +24,19 @@ def test_allowed_auc_is_the_area_below_the_best_detections(epsilon: float, delta
     assert allowed_auc(epsilon, delta) == pytest.approx(area, abs=1e-4)
 
 
-def test_lower_bound_is_above_the_auc_in_one_of_twenty_attacks() -> None:
-    """Also of equal scores, where it is half in nearly all of the others."""
+def test_lower_bound_is_above_the_auc_in_few_attacks() -> None:
+    """One in forty, or one in twenty where the score and its negative are as good."""
     random, shift = np.random.default_rng(0), 1.0
     true = 0.5 * (1 + math.erf(shift / 2))
 
     def bounds(scores: np.ndarray, shift: float) -> np.ndarray:
         return np.array([auc_at_least(a, b + shift, error=0.05, random=random) for a, b in scores])
 
-    found = bounds(random.normal(size=(1000, 2, 50)), shift)
-    assert 0.02 < np.mean(found > true) <= 0.07
+    found = bounds(random.normal(size=(2000, 2, 50)), shift)
+    assert 0.005 < np.mean(found > true) <= 0.03
     assert np.median(found) > true - 0.15
     assert np.mean(bounds(np.zeros((1000, 2, 50)), 0.0) > 0.5) <= 0.07
-    assert auc_at_least([0.0] * 50, [1.0] * 50, error=0.05, random=random) == pytest.approx(0.05 ** (1 / 50))
+    assert auc_at_least([0.0] * 50, [1.0] * 50, error=0.05, random=random) == pytest.approx(0.025 ** (1 / 50))
 
 
 def test_auc_counts_equal_scores_half() -> None:
