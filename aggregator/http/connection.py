@@ -37,6 +37,9 @@ class TimedConnection(H11Protocol):
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         if self._timer is not None:  # a WebSocket has pings
             self._timer.cancel()
+        if not all(value.isascii() for _, value in event.headers):  # the library would raise
+            self.send_400_response("expected headers in ASCII")
+            return
         super().handle_websocket_upgrade(event)
 
     def _watch(self, before: Any) -> None:

@@ -29,7 +29,7 @@ def serve(settings: HttpSettings, pipe: Connection) -> None:
     start_logging(verbose=False)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     limit = _LimitedLines()
-    for name in ("uvicorn.error", "aggregator.http.access"):
+    for name in ("asyncio", "uvicorn.error", "aggregator.http.access", "aggregator.http.gateway"):
         logging.getLogger(name).addFilter(limit)
     snapshots = Snapshots(Path(settings.state))
     threading.Thread(target=_hear, args=(pipe, settings, snapshots), name="supervisor", daemon=True).start()

@@ -102,6 +102,29 @@ def test_missing_broker_is_a_reason(store: Store, address: BrokerAddress) -> Non
     assert (code, reason) == (4502, "the aggregator cannot reach the broker: see its log")
 
 
+def test_hostile_handshakes_are_refused(store: Store, address: BrokerAddress) -> None:
+    """By HTTP, or by a close frame; the server answers others afterwards."""
+    common = (
+        "Host: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n"
+    )
+    with serving(store.folder, brokers=(address,)) as (client, _):
+        for lines, expected in (
+            (f"{common}Sec-WebSocket-Protocol: \xff\r\n", b"HTTP/1.1 400"),
+            (f"{common}X-Any: \xff\r\n", b"HTTP/1.1 400"),
+            (f"{common}Origin: null\r\n", b"HTTP/1.1 403"),
+            (
+                common.replace("localhost", "attacker.example"),
+                b"HTTP/1.1 403",
+            ),
+            (common, b"HTTP/1.1 101"),
+        ):
+            with socket.create_connection(("127.0.0.1", client.port), timeout=60) as raw:
+                raw.sendall(f"GET /join/mqtt?{OPEN} HTTP/1.1\r\n{lines}\r\n".encode("latin-1"))
+                assert raw.recv(12) == expected
+        assert client.get("/healthz").status == 200
+
+
 CHUNK = bytes(range(256)) * 256
 CHUNKS = 640
 """40 MiB in all."""
