@@ -3,7 +3,6 @@
 import logging
 import time
 from dataclasses import dataclass, field, replace
-from typing import get_args
 
 import msgspec
 
@@ -18,6 +17,7 @@ from aggregator.intake.validation import Refused, count_rows, read_message
 from aggregator.messaging.blob_sender import BlobSender
 from aggregator.rates import DeviceEvents, TokenBuckets
 from aggregator.security.seal_key import own_seal_key
+from aggregator.server.device_reports import DeviceReports
 from aggregator.server.store_view import StoreView
 from aggregator.storage.refusals import UNKNOWN_DEVICE
 from aggregator.storage.store import Store
@@ -29,14 +29,11 @@ from protocol.wire.messages import (
     MAX_FRAME_BYTES,
     MAX_MANIFEST_BYTES,
     BlobRequest,
-    DeviceInfo,
     Evaluation,
-    Presence,
     PrivacyRecord,
     Reason,
     Receipt,
     Submission,
-    TaskManifest,
 )
 from protocol.wire.signing import sign_record
 from protocol.wire.topics import device_topic, parse_device_topic
@@ -50,12 +47,6 @@ RECEIPTS_PER_S = 4.0
 
 MAX_READ_BYTES = 16 * 1024**2
 """Size of the uploads of a batch in memory at which frames are left to the transaction, which handles one at a time."""
-
-MAX_DRIFT = 1000.0
-"""Drift that is stored of a device: more than any images have."""
-
-MAX_REFUSED = 1_000_000
-"""Refused messages of a reason that a device can report: a device can claim any number, and metrics add them."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +105,12 @@ class DeviceMessages:
     """Answers by device and reason of refusal: a flood of refused messages does not delay its other receipts."""
     _refused: dict[str, tuple[bytes, Reason, str]] = field(default_factory=dict, init=False)
     """Digest of each device's last refused submission, and why: a query for it causes no second upload."""
-    _reported: dict[str, tuple[str, str]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._log = DeviceEvents(log)
         self._answered = TokenBuckets(capacity=RECEIPTS_AT_ONCE, per_s=RECEIPTS_PER_S)
         self._authenticator = FrameAuthenticator(self.store, fleet=self.task.file.fleet)
+        self._reports = DeviceReports(self.store, self.task.manifest, self._authenticator)
         allowed = self.task.file.devices
         self._allowed = None if allowed is None else frozenset(allowed)
         self._quotas = Quotas(self.store, self.task.file.limits, task=self.task.digest)
@@ -177,48 +168,19 @@ class DeviceMessages:
             case Refused():
                 raise item
             case _Report(channel=channel, payload=payload):
-                self._store_report(device, channel, payload)
+                self._check_known(device)
+                self._reports.store(device, channel, payload)
             case _LateFrame(frame=frame):
                 if (upload := self._take_frame(device, frame)) is not None:
                     self._store_upload(device, upload)
             case _Upload():
                 self._store_upload(device, item)
             case PrivacyRecord():
-                self._store_record(device, item)
-
-    def _store_report(self, device: str, channel: str, payload: bytes) -> None:
-        self._check_known(device)
-        if not self.store.devices.has_room_for(device):
-            raise Refused("unknown_device", f"{device} is one device too many for an open fleet")
-        if is_probe(payload):  # or an operator makes a broker forget a device
-            return
-        now_s = time.time()
-        if channel == "state":
-            presence = decode(payload, Presence, max_bytes=1024)
-            self._authenticator.check_presence(device, presence)
-            self.store.devices.put_presence(device, presence.state, now_s=now_s)
-            return
-        info = decode(payload, DeviceInfo, max_bytes=MAX_MANIFEST_BYTES)
-        self.store.devices.put_info(device, bounded_info(info, self.task.manifest), now_s=now_s)
-        before, self._reported[device] = self._reported.get(device, ("", "")), (info.problem, info.warning)
-        if info.problem and info.problem != before[0]:
-            self._log.event(logging.WARNING, "device cannot take part", device=device, reason=info.problem)
-        if info.warning and info.warning != before[1]:
-            self._log.event(logging.WARNING, "device warns its operator", device=device, warning=info.warning)
-
-    def _store_record(self, device: str, record: PrivacyRecord) -> None:
-        """Store the releases that a device has made, and answer with all that it has ever reported."""
-        self._check_known(device)
-        if not self.store.devices.has_room_for(device):
-            raise Refused("unknown_device", f"{device} is one device too many for an open fleet")
-        releases, lost = self.store.devices.merge_releases(device, record.releases)
-        if lost:
-            text = "device has lost its record of private submissions, and gets the stored one"
-            self._log.event(logging.WARNING, text, device=device, submissions=lost)
-        if self._answered.take((device, None), now_s=time.monotonic()):
-            topic = device_topic(self.task.file.fleet, device, "ack")
-            answer = sign_record(PrivacyRecord(releases=releases), key=self.key, topic=topic)
-            self.receipts.append((device, answer))
+                self._check_known(device)
+                answer = self._reports.merge_record(device, item)
+                if self._answered.take((device, None), now_s=time.monotonic()):
+                    topic = device_topic(self.task.file.fleet, device, "ack")
+                    self.receipts.append((device, sign_record(answer, key=self.key, topic=topic)))
 
     def _check_known(self, device: str) -> None:
         if self._allowed is not None and device not in self._allowed:
@@ -403,18 +365,3 @@ def _refusal(error: MalformedMessage | Refused, channel: str) -> Refused:
         case VersionMismatch():
             return Refused("version", str(error))
     return Refused("malformed", f"{channel}{error}")
-
-
-def bounded_info(info: DeviceInfo, task: TaskManifest) -> DeviceInfo:
-    """Return what is stored of a device's report: only the task's classes and backbones, known reasons, bounded."""
-    return msgspec.structs.replace(
-        info,
-        backbones=tuple(blob.digest for blob in task.backbones if blob.digest in info.backbones),
-        images={name: count for name, count in info.images.items() if name in task.classes},
-        refused_messages={
-            name: min(count, MAX_REFUSED)
-            for name, count in info.refused_messages.items()
-            if name in get_args(Reason)
-        },
-        drift=msgspec.UNSET if info.drift is msgspec.UNSET else max(-MAX_DRIFT, min(info.drift, MAX_DRIFT)),
-    )

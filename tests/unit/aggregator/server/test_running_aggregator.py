@@ -16,7 +16,7 @@ import pytest
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.tensors import unpack_tensors
 from aggregator.http.commands import run_command
-from aggregator.server.device_messages import bounded_info
+from aggregator.server.device_reports import bounded_info
 from aggregator.storage.open_store import open_store
 from protocol.errors import StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
