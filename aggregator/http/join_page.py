@@ -94,7 +94,7 @@ class JoinPage(StaticFiles):
 
     def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
         found = Path(path)
-        if path != "." and (found.suffix not in TYPES or found.parts[0] in NOT_SERVED):
+        if path != "." and ("\0" in path or found.suffix not in TYPES or found.parts[0] in NOT_SERVED):
             return "", None
         return super().lookup_path(path)
 
