@@ -53,7 +53,7 @@ function* fieldsOf(data) {
   while (at < data.length) {
     const tag = varint();
     const [number, encoding] = [Math.floor(tag / 8), tag % 8];
-    if (!(tag >= 8 && tag < 2 ** 32) || ![0, 1, 2, 5].includes(encoding)) throw new RefusedFile("not an ONNX file");
+    if (!(tag > 0 && tag < 2 ** 32) || ![0, 1, 2, 5].includes(encoding)) throw new RefusedFile("not an ONNX file");
     if (encoding === 0) {
       yield { number, value: varint() };
       continue;

@@ -1,0 +1,158 @@
+"""The phone's modules and Python's, on the same input, where no test vector says what the result is."""
+
+import base64
+import json
+import subprocess
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from msgspec import UNSET
+
+from edge_client.heads.class_prior import adjusted, choose, label_shares
+from protocol.errors import BackboneMismatch, GraphRefused
+from protocol.models.onnx_metadata import BackboneMetadata, HeadMetadata, read_metadata
+from protocol.models.onnx_validation import MAX_GRAPH_BYTES, PROPERTY, check_graph
+from protocol.wire.codec import decode
+from protocol.wire.messages import MAX_BLOB_BYTES, Evaluation
+from tests.fuzz.graphs import GRAPHS
+from tests.support.graphs.backbones import tiny_backbone
+from tests.support.graphs.hostile_graphs import REFUSED, dropout, random_features
+from tests.phone.test_vectors import NODE
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(NODE is None, reason="node is not installed: apt-get install nodejs npm")
+
+
+def answers(*calls: tuple[str, dict[str, Any]]) -> list[Any]:
+    """Return what the phone's modules answer."""
+    program = ROOT / "phone" / "tests" / "answers.js"
+    done = subprocess.run(
+        [str(NODE), str(program)], input=json.dumps(calls), capture_output=True, text=True, encoding="utf-8", check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return list(json.loads(done.stdout))
+
+
+def files() -> list[bytes]:
+    """Return valid, hostile and broken ONNX files."""
+    hostile = [random_features(), dropout(), tiny_backbone(), b""]
+    for change in REFUSED:
+        model = onnx.load_from_string(tiny_backbone())
+        change(model)
+        hostile.append(model.SerializeToString())
+    corpus = [file.read_bytes() for file in sorted((ROOT / "tests/fuzz/corpus/graphs").iterdir())]
+    rng = Random(0)
+    mutated = [GRAPHS.mutate(rng.choice([*hostile, *corpus]), rng) for _ in range(1500)]
+    return [*hostile, *corpus, *mutated]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_same_onnx_files_are_refused(deterministic: bool) -> None:
+    """Hostile graphs, the fuzzers' corpus, and mutations of both."""
+    given = files()
+    limits = {"maxBytes": MAX_GRAPH_BYTES, "isDeterministic": deterministic}
+    found = answers(*(("onnx", {"file": base64.b64encode(file).decode(), **limits}) for file in given))
+    for file, answer in zip(given, found, strict=True):
+        try:
+            expected: Any = check_graph(file, deterministic=deterministic).get(PROPERTY, "")
+        except GraphRefused as error:
+            assert isinstance(answer, dict), f"accepted what is refused: {error}"
+        else:
+            assert answer == expected
+    assert sum(isinstance(answer, dict) for answer in found) > 100
+
+
+def test_metadata_is_read_alike() -> None:
+    """What Python reads, the phone reads as the same."""
+    rng = Random(1)
+    corpus = [file.read_bytes() for file in sorted((ROOT / "tests/fuzz/corpus/metadata").iterdir())]
+    texts = [check_graph(tiny_backbone())[PROPERTY], *(file.decode(errors="replace") for file in corpus)]
+    texts += [text.replace(*rng.choice([("16", "0"), ("32", "4097"), ("center", "middle")])) for text in texts]
+    read = 0
+    for kind, name in ((BackboneMetadata, "backbone"), (HeadMetadata, "head")):
+        for text, answer in zip(texts, answers(*((name, {"text": text}) for text in texts)), strict=True):
+            try:
+                expected = read_metadata({PROPERTY: text}, kind)
+            except BackboneMismatch:
+                continue
+            read += 1
+            assert answer["feature_size"] == expected.feature_size
+            if isinstance(expected, BackboneMetadata):
+                spec = expected.preprocessing
+                assert answer["preprocessing"]["fill"] == list(spec.fill)
+                assert answer["preprocessing"]["interpolation"] == spec.interpolation
+                assert answer["preprocessing"]["crop_pct"] == spec.crop_pct
+            else:
+                assert isinstance(expected, HeadMetadata)
+                assert answer["classes"] == list(expected.classes)
+    assert read
+
+
+def probabilities(rng: np.random.Generator, images: int, classes: int) -> np.ndarray:
+    """Return rows of a head, some of them sharp, some with classes that it does not know."""
+    logits = rng.normal(size=(images, classes)) * rng.choice([0.1, 1, 10]) + rng.normal(size=classes) * rng.choice([0, 3])
+    rows = np.exp(logits - logits.max(axis=1, keepdims=True))
+    if classes > 2 and rng.random() < 0.3:
+        rows[:, 0] = 0
+    return (rows / rows.sum(axis=1, keepdims=True)).astype(np.float32)
+
+
+def test_priors_are_equal() -> None:
+    """The prior that is chosen, its shares, and the probabilities with it."""
+    rng = np.random.default_rng(0)
+    cases = []
+    for _ in range(300):
+        classes = int(rng.integers(1, 12))
+        rows = probabilities(rng, int(rng.choice([1, 5, 19, 20, 60, 100])), classes)
+        cases.append((rows, rng.integers(0, 40, classes) * int(rng.random() < 0.6)))
+    calls = (("prior", {"rows": rows.tolist(), "counts": counts.tolist()}) for rows, counts in cases)
+    sources = set()
+    for (rows, counts), answer in zip(cases, answers(*calls), strict=True):
+        names = [str(label) for label in range(len(counts))]
+        choice = choose("auto", rows, label_shares(names, dict(zip(names, counts.tolist(), strict=True))))
+        sources.add(choice.source)
+        expected = rows if choice.shares is None else adjusted(rows, choice.shares)
+        assert (answer["shares"] is None) == (choice.shares is None)
+        if choice.shares is not None:
+            np.testing.assert_allclose(answer["shares"], choice.shares, rtol=1e-9)
+        np.testing.assert_allclose(answer["adjusted"], expected, rtol=1e-6, atol=1e-9)
+    assert sources == {"none", "images", "labels"}
+
+
+def test_evaluations_count_alike() -> None:
+    """Correct answers with the prior, and the pairs of confused classes."""
+    rng = np.random.default_rng(1)
+    cases = []
+    for _ in range(100):
+        classes, images = int(rng.integers(2, 8)), int(rng.integers(1, 80))
+        labels = np.sort(rng.integers(0, classes, images))
+        cases.append((probabilities(rng, images, classes), labels, rng.integers(0, 30, classes)))
+    calls = []
+    for rows, labels, counts in cases:
+        given = [
+            {"label": int(label), "probabilities": row.tolist(), "novelty": None}
+            for row, label in zip(rows, labels, strict=True)
+        ]
+        fields = {"classes": len(counts), "answers": given, "previous": None, "labels": counts.tolist()}
+        calls.append(("evaluation", fields))
+    for (rows, labels, counts), answer in zip(cases, answers(*calls), strict=True):
+        evaluation = decode(base64.b64decode(answer), Evaluation, max_bytes=MAX_BLOB_BYTES)
+        names = [str(label) for label in range(len(counts))]
+        shares = choose("auto", rows, label_shares(names, dict(zip(names, counts.tolist(), strict=True)))).shares
+        best = (rows if shares is None else adjusted(rows, shares)).argmax(axis=1)
+        assert evaluation.correct_with_prior == int((best == labels).sum())
+        wrong = [
+            (int(label), int(predicted))
+            for label, predicted in zip(labels, rows.argmax(axis=1), strict=True)
+            if label != predicted
+        ]
+        assert evaluation.confused is not UNSET
+        assert {(each.label, each.predicted): each.images for each in evaluation.confused} == {
+            pair: wrong.count(pair) for pair in wrong
+        }
+        assert sum(evaluation.incorrect) == len(wrong)
