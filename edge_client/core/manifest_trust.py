@@ -15,14 +15,6 @@ from protocol.wire.messages import Reason, Signed
 from protocol.wire.topics import FleetChannel
 
 
-class UntrustedManifest(ProtofleetError):
-    """A manifest that is from another aggregator, or out of date: a reason for programs, a text for the operator."""
-
-    def __init__(self, reason: Reason, detail: str) -> None:
-        super().__init__(detail)
-        self.reason: Reason = reason
-
-
 class ManifestTrust(msgspec.Struct, frozen=True):
     """A device's knowledge of its aggregator.
 
@@ -40,6 +32,18 @@ class ManifestTrust(msgspec.Struct, frozen=True):
     seen: Mapping[str, tuple[int, bytes]] = {}
     expires_s: Mapping[str, int] = {}
     issued_s: int = 0
+
+
+class UntrustedManifest(ProtofleetError):
+    """A manifest that is from another aggregator, or out of date: a reason for programs, a text for the operator.
+
+    `trust` is the trust after it: certificates count even if the manifest is out of date.
+    """
+
+    def __init__(self, reason: Reason, detail: str, trust: ManifestTrust) -> None:
+        super().__init__(detail)
+        self.reason: Reason = reason
+        self.trust = trust
 
 
 @dataclass(frozen=True)
@@ -99,19 +103,22 @@ def verify(trust: ManifestTrust, channel: FleetChannel, signed: Signed) -> Manif
     Raises:
         UntrustedManifest: it has another key, an older release, or other content for the same release.
     """
-    trust = with_certificates(trust, signed)
+    before, trust = trust, with_certificates(trust, signed)
     if trust.key not in (None, signed.key):
         raise UntrustedManifest(
             "signature",
             f"the {channel} is signed by another aggregator: expected the key {(trust.key or b'').hex()[:16]}..., got "
             f"{signed.key.hex()[:16]}...; if the aggregator has lost its state, start with --aggregator-key and the "
             "key from `aggregator status`",
+            before,
         )
     release, digest = trust.seen.get(channel, (0, b""))
     new = signed.release, digest_of(signed.body)
     if signed.release < release or (signed.release == release and new[1] != digest):
         raise UntrustedManifest(
-            "replayed", f"the {channel} has release {signed.release}, but release {release} was seen before"
+            "replayed",
+            f"the {channel} has release {signed.release}, but release {release} was seen before",
+            trust,
         )
     if signed.release == release:
         return trust

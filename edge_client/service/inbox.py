@@ -137,21 +137,30 @@ class Inbox:
     def _verified(self, channel: FleetChannel, payload: bytes) -> bytes:
         """Return the body of a manifest that was verified, after its release is stored."""
         signed = open_manifest(payload, fleet=self._settings.fleet, channel=channel)
-        trust = manifest_trust.verify(self._trust, channel, signed)
-        if trust != self._trust:
-            if self._writes:
-                self._store.set(trust)
-            if self._trust.key is None:
-                text = "trusting the first aggregator key received: pass --aggregator-key to require a key"
-                event(log, logging.WARNING, text, key=signed.key)
-            elif self._trust.key != trust.key:
-                text, before = "the aggregator's key was replaced", self._trust.key
-                event(log, logging.WARNING, text, key=trust.key, before=before)
-            self._trust = trust
+        try:
+            self._keep(manifest_trust.verify(self._trust, channel, signed))
+        except UntrustedManifest as error:
+            self._keep(error.trust)
+            raise
+        return signed.body
+
+    def _keep(self, trust: ManifestTrust) -> None:
+        """Store the trust after a manifest."""
+        if trust == self._trust:
+            return
+        if self._writes:
+            self._store.set(trust)
+        if self._trust.key is None:
+            text = "trusting the first aggregator key received: pass --aggregator-key to require a key"
+            event(log, logging.WARNING, text, key=trust.key)
+        elif self._trust.key != trust.key:
+            text, before = "the aggregator's key was replaced", self._trust.key
+            event(log, logging.WARNING, text, key=trust.key, before=before)
+        if trust.issued_s != self._trust.issued_s:
             self._time = TimeEstimate(
                 max(trust.issued_s, self._settings.identity.enrolled_s), time.monotonic()
             )
-        return signed.body
+        self._trust = trust
 
     def _aggregator_event(
         self, presence: Presence, *, retained: bool

@@ -181,8 +181,9 @@ export class Device {
 
   /** Leave the fleet, and delete everything, the key as well. The page is loaded anew after it. */
   async leave() {
-    await this.#session?.stop();
+    const session = this.#session;
     this.#session = null;
+    await session?.stop();
     this.#features.end();
     await this.#store.deleteAll();
     this.#known = { ...this.#known, images: [], groups: [], left: [], heads: null, problem: null };
@@ -228,6 +229,7 @@ export class Device {
       imageCounts: () => this.#counts(),
       onChange: (change) => void this.#changed(change),
       onCrash: (error) => {
+        if (!this.#session) return; // the device has left, and its store is gone
         console.error(error);
         this.#change({ problem: { key: "crashed", detail: String(error) } });
       },

@@ -70,7 +70,8 @@ export class Features {
   /** Close all graphs but these. @param {string[]} digests */
   async keep(digests) {
     for (const digest of this.#open.keys()) if (!digests.includes(digest)) this.#open.delete(digest);
-    if (this.#worker) await this.#call("keep", [digests]);
+    // A worker that has failed has closed them.
+    if (this.#worker) await this.#call("keep", [digests]).catch(() => {});
   }
 
   /** End the worker. @param {Error} [error] for the calls that wait */

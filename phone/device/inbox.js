@@ -67,10 +67,16 @@ export class Inbox {
     }
   }
 
-  /** The task as it was stored. @returns {Promise<Event | null>} */
+  /** The task as it was stored; null if another version of this page has stored it otherwise. @returns {Promise<Event | null>} */
   async recall() {
     const body = await this.store.fact("task");
-    return body ? { type: "task", digest: hex(await sha256(body)), manifest: decodeMessage("task", body) } : null;
+    if (!body) return null;
+    try {
+      return { type: "task", digest: hex(await sha256(body)), manifest: decodeMessage("task", body) };
+    } catch (error) {
+      if (error instanceof RefusedMessage) return null;
+      throw error;
+    }
   }
 
   /** True if the task was signed again, since the last call. */

@@ -96,14 +96,9 @@ export class Session {
   /** Publish that the device has stopped, and end. */
   async stop() {
     clearInterval(this.#timer);
+    this.state = { ...this.state, ended: this.state.ended || "stopped" };
     const last = await this.presence.message(this.state.ended === "replaced" ? "replaced" : "stopped");
     await this.connection.stop(last);
-  }
-
-  /** End without a word. */
-  abandon() {
-    clearInterval(this.#timer);
-    this.connection.abandon();
   }
 
   #start() {

@@ -5,6 +5,7 @@ import { RefusedFile } from "../core/onnx_file.js";
 import { UnusableImage } from "../core/pixels.js";
 import { hex, sha256 } from "../wire/signatures.js";
 import { correctImages, encodeEvaluation, encodeRefusal } from "./evaluation.js";
+import { GraphFailed } from "./features.js";
 import { MAX_HEAD_BYTES } from "./machine.js";
 import { Store } from "./store.js";
 import { encodeSubmission, fingerprint, heldOutImages, prepare } from "./submission.js";
@@ -19,6 +20,9 @@ import { unhex } from "./membership.js";
 /** @typedef {{images: StoredImage[], groups: StoredGroup[]}} Collection */
 /** @typedef {{item: Item | null, groups: StoredGroup[]}} Built */
 /** @typedef {{report: Item | null, reason: string, heads: import("./store.js").Facts["heads"] | null}} Installed */
+
+/** Times that a graph may fail on an image, which may have been the one before it. */
+const MAX_FAILURES = 2;
 
 /** The images have changed during the work. */
 export class Changed extends Error {}
@@ -47,6 +51,8 @@ function randomBelow(limit) {
 export class Work {
   /** Images that cannot be used. @type {Set<string>} */
   unusable = new Set();
+  /** Failures of a backbone on an image. @type {Map<string, number>} */
+  #failures = new Map();
 
   /**
    * @param {Store} store
@@ -81,7 +87,11 @@ export class Work {
       await this.store.write({ features: [{ backbone, image, feature }] }, {}, "relaxed");
       return feature;
     } catch (error) {
-      if (!(error instanceof UnusableImage)) throw error;
+      const key = `${backbone} ${image}`;
+      const failures = (this.#failures.get(key) ?? 0) + 1;
+      this.#failures.set(key, failures);
+      const isGuilty = error instanceof UnusableImage || (error instanceof GraphFailed && failures >= MAX_FAILURES);
+      if (!isGuilty) throw error;
       this.unusable.add(image);
       return null;
     }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from PIL import Image
 
 from edge_client.graphs.backbone import open_backbone
@@ -70,7 +71,7 @@ def png(seed: int, height: int, width: int) -> bytes:
     return file.getvalue()
 
 
-def expected(fleet: Fleet, files: list[bytes], labels: dict[str, int]) -> list[np.ndarray]:
+def expected(fleet: Fleet, files: list[bytes], labels: dict[str, int]) -> list[NDArray[np.float32]]:
     """Return the probabilities of Python's device, image after image, with the prior of these labels."""
     backbone = open_backbone(fleet.root / "backbone-0.onnx", threads=1)
     head = open_head((fleet.aggregator_state / "head.onnx").read_bytes(), backbones=[backbone])
@@ -89,12 +90,22 @@ def expected(fleet: Fleet, files: list[bytes], labels: dict[str, int]) -> list[n
     return rows
 
 
+def wait_for_state(fleet: Fleet, device: str, state: str) -> None:
+    """Wait until the aggregator's status has a device in a state."""
+    fleet.wait_for(
+        f"{device} {state}",
+        lambda status: (device, state) in [(each["device"], each["state"]) for each in status["devices"]],
+    )
+
+
 def test_phone_learns_and_answers_as_python(
     surroundings: Surroundings, context: "BrowserContext", tmp_path: Path
 ) -> None:
     """It joins, uploads, gets the head that it and a device have made, evaluates it, and classifies as Python does."""
     fleet, phone = surroundings.fleet, Phone(context, surroundings.page)
-    assert phone.page.evaluate("import('/join/device/device.js').then((each) => each.missingFeatures())") == []
+    assert (
+        phone.page.evaluate("import('/join/device/device.js').then((each) => each.missingFeatures())") == []
+    )
     phone.open()
     assert phone.state["phase"] == "starting" or phone.state["phase"] == "alone"
     phone.join(surroundings.link, "phone-1")
@@ -161,14 +172,16 @@ def test_upload_resumes_after_the_tab_was_killed(
     after = phone.state
     assert after["images"] == before["images"]
     assert any(each["uploaded"] for each in after["images"])
-    submissions = [[each for each in state["left"] if each["kind"] == "submission"] for state in (before, after)]
+    submissions = [
+        [each for each in state["left"] if each["kind"] == "submission"] for state in (before, after)
+    ]
     assert submissions[0] == submissions[1]
     assert fleet.log("aggregator").count("submission accepted device=phone-2") == 1
     assert phone.errors == []
 
 
 def test_tabs_and_leaving(surroundings: Surroundings, context: "BrowserContext", tmp_path: Path) -> None:
-    """A second tab waits until the first one is closed; leaving publishes that, and deletes everything."""
+    """A second tab waits for the first one's end, a frozen tab is offline, and leaving deletes everything."""
     fleet, first = surroundings.fleet, Phone(context, surroundings.page)
     first.open()
     first.join(surroundings.link, "phone-3")
@@ -181,18 +194,28 @@ def test_tabs_and_leaving(surroundings: Surroundings, context: "BrowserContext",
     assert len(second.state["images"]) == 4
     assert second.page.evaluate("device.join('https://elsewhere', 'x').catch((error) => error.key)") == "link"
 
+    for event, state in (("freeze", "offline"), ("resume", "online")):
+        # Chromium freezes no visible page, and a headless one is always visible.
+        second.page.evaluate(f"document.dispatchEvent(new Event('{event}'))")
+        wait_for_state(fleet, "phone-3", state)
+    second.wait("state.connection === 'online'")
+
     second.page.evaluate("device.leave()")
     second.wait("state.phase === 'alone' && !state.images.length && !state.task")
     fleet.wait_for(
         "the end of phone-3",
-        lambda status: [each["state"] for each in status["devices"] if each["device"] == "phone-3"] == ["stopped"],
+        lambda status: (
+            [each["state"] for each in status["devices"] if each["device"] == "phone-3"] == ["stopped"]
+        ),
     )
     second.join(surroundings.link, "phone-4")
     assert not second.state["images"]
     assert second.errors == []
 
 
-def test_full_storage_loses_nothing(surroundings: Surroundings, context: "BrowserContext", tmp_path: Path) -> None:
+def test_full_storage_loses_nothing(
+    surroundings: Surroundings, context: "BrowserContext", tmp_path: Path
+) -> None:
     """An image that does not fit is refused, what is stored stays, and deleting makes room."""
     phone = Phone(context, surroundings.page)
     quota = {"origin": surroundings.page.removesuffix("/join/"), "quotaSize": 12_000_000}
@@ -208,7 +231,9 @@ def test_full_storage_loses_nothing(surroundings: Surroundings, context: "Browse
     before = phone.state["images"]
     assert 10 < len(before) < 10 + len(large)
     if not phone.state["storage"]["persistent"]:
-        from_file = "device.addImage({blob: new Blob(), label: '5', origin: 'file'}).catch((error) => error.message)"
+        from_file = (
+            "device.addImage({blob: new Blob(), label: '5', origin: 'file'}).catch((error) => error.message)"
+        )
         assert phone.page.evaluate(from_file) == "file"
 
     phone.page.close()
@@ -216,7 +241,8 @@ def test_full_storage_loses_nothing(surroundings: Surroundings, context: "Browse
     phone.open()
     phone.wait("state.task")
     assert phone.state["images"] == before
-    phone.page.evaluate("(ids) => Promise.all(ids.map((id) => device.deleteImage(id)))", [each["id"] for each in before[10:]])
+    added = [each["id"] for each in before[10:]]
+    phone.page.evaluate("(ids) => Promise.all(ids.map((id) => device.deleteImage(id)))", added)
     phone.wait("!state.storage.full && state.images.length === 10")
     phone.add(images[10:])
     phone.wait(f"state.images.length === {len(images)} && state.upload.state === 'received'")

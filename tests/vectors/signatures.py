@@ -312,6 +312,14 @@ def trust() -> dict[str, Any]:
                 ],
             ),
             _sequence(
+                "certificates count although the manifest is replayed",
+                [
+                    manifest(5),
+                    manifest(4, certificates=[_certificate("first", 2, signer="first", root="root")]),
+                    manifest(1, key="third", certificates=by_root[1:]),
+                ],
+            ),
+            _sequence(
                 "a first manifest gives number and root",
                 [
                     manifest(1, key="second", certificates=by_root[:1]),
@@ -355,7 +363,7 @@ def received(
         signed = signing.open_manifest(payload, fleet=fleet, channel=channel)
         return "", verify(trusted, channel, signed)
     except UntrustedManifest as error:
-        return error.reason, trusted
+        return error.reason, error.trust
 
 
 def _shown(trusted: ManifestTrust) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from edge_client.core.manifest_trust import Identity
+from edge_client.core.manifest_trust import Identity, ManifestTrust
 from edge_client.core.state import Mode, StoredState
 from edge_client.service.device import MAX_TICK_S, Device
 from edge_client.store.device_state import DeviceState
@@ -29,9 +29,9 @@ from protocol.wire.messages import (
     RoundManifest,
 )
 from protocol.wire.presence import Duplicate
-from protocol.wire.signing import public_key
+from protocol.wire.signing import public_key, sign_key_certificate
 from protocol.wire.topics import fleet_topic
-from tests.support.devices.device_bench import DeviceBench, HeadBench, RoundsBench
+from tests.support.devices.device_bench import KEY, DeviceBench, HeadBench, RoundsBench
 from tests.support.devices.device_factory import TINY, image_file, make_manifest, make_settings, write_images
 from tests.support.devices.round_factory import TASK, make_task
 from tests.support.graphs.backbones import tiny_backbone
@@ -166,6 +166,22 @@ def test_trust_is_stored_before_a_manifest_is_used(
     assert (bench.state / "signing.key").exists() == (mode is Mode.SERVICE)
     bench.start(mode=Mode.SERVICE).connect().announce(OPENED, release=4)
     assert bench.info.refused_messages == ({"replayed": 1} if mode is Mode.SERVICE else {})
+
+
+def test_certificates_of_a_replayed_manifest_are_stored(tmp_path: Path) -> None:
+    """The root that one names signs the aggregator's later keys, also after a restart."""
+    root, after = bytes([7]) * 32, bytes([8]) * 32
+    fleet = make_settings(tmp_path).fleet
+    of_root = sign_key_certificate(public_key(KEY), number=1, root=public_key(root), fleet=fleet, signer=KEY)
+    of_next = sign_key_certificate(
+        public_key(after), number=2, root=public_key(root), fleet=fleet, signer=root
+    )
+    bench = DeviceBench(tmp_path).start().connect().announce(OPENED, release=5)
+    bench.announce(OPENED, release=4, certificates=[of_root])
+    assert bench.info.refused_messages == {"replayed": 1}
+    bench.start().connect().announce(OPENED, release=1, key=after, certificates=[of_next])
+    assert bench.info.refused_messages == {}
+    assert bench.store.get(ManifestTrust).key == public_key(after)
 
 
 def test_the_outbox_is_read_again_when_the_task_is_signed_again(bench: HeadBench) -> None:
