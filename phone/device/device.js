@@ -131,7 +131,7 @@ export class Device {
     // Storage that was evicted has lost its groups: then only images that are taken since may leave.
     if (origin === "file" && !this.#known.storage.persistent) throw new RefusedImage("file");
     const { file, id } = await this.#features.take(source);
-    const image = { id, label, time_s: Math.floor(Date.now() / 1000), origin };
+    const image = { id, label, time_s: Date.now() / 1000, origin };
     await this.#write({ images: [image], files: [{ id, blob: file }] });
     this.#setImages([...this.#known.images.filter((each) => each.id !== id), image]);
     return id;
@@ -200,6 +200,7 @@ export class Device {
       this.#store.all("images"), this.#store.all("groups"), this.#store.all("left"), this.#store.fact("membership"),
       this.#store.fact("heads"), this.#store.fact("replaced"), navigator.storage.persisted(),
     ]);
+    images.sort((a, b) => a.time_s - b.time_s);
     const problem = replaced ? { key: /** @type {const} */ ("replaced"), detail: "" } : null;
     this.#change({
       phase: membership ? "member" : "alone", images, groups, left, membership: membership ?? null, heads: heads ?? null, problem,
@@ -224,7 +225,17 @@ export class Device {
   async #connect() {
     const [membership, key] = await Promise.all([this.#store.fact("membership"), this.#store.fact("key")]);
     if (!membership || !key) return;
-    this.#session = await Session.open({
+    try {
+      this.#session = await this.#opened(membership, key);
+    } catch (error) {
+      if (!(error instanceof StorageFull)) throw error;
+      this.#change({ storage: { ...this.#known.storage, full: true } });
+    }
+  }
+
+  /** @param {import("./store.js").Membership} membership @param {import("./membership.js").Key} key */
+  #opened(membership, key) {
+    return Session.open({
       store: this.#store, features: this.#features, work: this.#work, membership, key,
       imageCounts: () => this.#counts(),
       onChange: (change) => void this.#changed(change),
@@ -277,7 +288,8 @@ export class Device {
   #hasRoom() {
     if (!this.#known.storage.full) return;
     this.#change({ storage: { ...this.#known.storage, full: false } });
-    this.#session?.emit({ type: "full", isFull: false });
+    if (this.#session) this.#session.emit({ type: "full", isFull: false });
+    else void this.#connect(); // a full storage did not let it open
   }
 
   /** @param {Partial<import("./state.js").Known>} change */
@@ -287,7 +299,8 @@ export class Device {
     this.#isShowing = true;
     setTimeout(async () => {
       this.#isShowing = false;
-      if (this.#session) this.#known = { ...this.#known, left: await this.#store.all("left") };
+      const left = this.#session ? await this.#store.all("left") : null;
+      this.#known = { ...this.#known, left: left ?? this.#known.left };
       this.state = deviceState(this.#known, this.#session?.shown ?? null);
       this.onChange(this.state);
     }, SHOW_MS);

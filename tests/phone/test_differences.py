@@ -22,13 +22,15 @@ from protocol.models.onnx_metadata import (
     BackboneMetadata,
     HeadMetadata,
     read_metadata,
+    to_properties,
 )
 from protocol.models.onnx_validation import MAX_GRAPH_BYTES, check_graph
 from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_BLOB_BYTES, Evaluation
 from tests.fuzz.mutations import of_protobuf
-from tests.phone.test_vectors import NODE
+from tests.phone.test_modules import NODE
 from tests.support.graphs.backbones import tiny_backbone
+from tests.support.graphs.heads import head_metadata
 from tests.support.graphs.hostile_graphs import REFUSED, dropout, random_features
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +41,7 @@ pytestmark = pytest.mark.skipif(NODE is None, reason="node is not installed: apt
 
 
 def answers(*calls: tuple[str, dict[str, Any]]) -> list[Any]:
-    """Return what the phone's modules answer."""
+    """Return the results of the phone's modules."""
     command = [str(NODE), str(ROOT / "phone" / "tests" / "answers.js")]
     done = subprocess.run(command, input=json.dumps(calls).encode(), capture_output=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -83,10 +85,13 @@ def test_the_same_onnx_files_are_refused(graph: str) -> None:
 
 
 def test_metadata_is_read_alike() -> None:
-    """What Python reads, the phone reads as the same."""
+    """Metadata that Python accepts is accepted with the same values."""
     rng = Random(1)
     corpus = [file.read_bytes() for file in sorted((ROOT / "tests/fuzz/corpus/metadata").iterdir())]
     texts = [check_graph(tiny_backbone())[PROPERTY], *(file.decode(errors="replace") for file in corpus)]
+    texts += [
+        to_properties(head_metadata(b"backbone", novelty_threshold=each))[PROPERTY] for each in (None, 0.4)
+    ]
     texts += [
         text.replace(*rng.choice([("16", "0"), ("32", "4097"), ("center", "middle")])) for text in texts
     ]
@@ -100,14 +105,12 @@ def test_metadata_is_read_alike() -> None:
     assert heads
     for head, answer in heads:
         assert (answer["feature_size"], answer["classes"]) == (head.feature_size, list(head.classes))
-        assert (answer["backbones"], answer["novelty_threshold"]) == (
-            list(head.backbones),
-            head.novelty_threshold,
-        )
+        assert answer["backbones"] == list(head.backbones)
+        assert answer["novelty_threshold"] == head.novelty_threshold
 
 
 def read(texts: list[str], kind: type[Metadata], name: str) -> list[tuple[Metadata, Any]]:
-    """Return what Python reads, with what the phone reads of the same text."""
+    """Return the metadata that Python accepts, each with the phone's of the same text."""
     found = []
     for text, answer in zip(texts, answers(*((name, {"text": text}) for text in texts)), strict=True):
         with contextlib.suppress(BackboneMismatch):

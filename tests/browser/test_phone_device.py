@@ -1,0 +1,182 @@
+"""A phone's device in Chromium: its numbers are those of Python's device, and a killed tab loses nothing."""
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from edge_client.graphs.backbone import open_backbone
+from edge_client.heads.class_prior import Adjuster
+from edge_client.heads.head import open_head
+from edge_client.images.extraction import feature_of
+from protocol.models.preprocessing import Preprocessing
+from tests.browser.phone_device import PhoneDevice
+from tests.support.fleets.fleet import CLASSES, Fleet, wait_until, write_digits, write_task
+from tests.support.graphs.backbones import tiny_backbone
+from tests.support.network.brokers import free_address, mosquitto, needs_mosquitto
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, BrowserContext, WebSocketRoute
+
+pytestmark = needs_mosquitto
+
+BROKER = "allow_anonymous true\nmax_packet_size 8192"
+"""A submission takes several frames."""
+
+WIDE = Preprocessing(height=24, width=32, crop_pct=0.9, interpolation="bicubic")
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """A fleet, the address of its pages, and its link."""
+
+    fleet: Fleet
+    origin: str
+    link: str
+
+
+@pytest.fixture(scope="module")
+def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Surroundings]:
+    folder, broker, http = tmp_path_factory.mktemp("phones"), free_address(), free_address()
+    task = write_task(folder, fleet="orchard", quorum=2, retrain_after=1)
+    (folder / "backbone-0.onnx").write_bytes(tiny_backbone(feature_size=1024, preprocessing=WIDE))
+    with mosquitto(broker, folder, options=BROKER), Fleet(folder, broker) as fleet:
+        fleet.start_aggregator(task, "--http", str(http))
+        key = fleet.wait_for("the key", lambda status: status.get("aggregator_key"))["aggregator_key"]
+        yield Surroundings(fleet, f"http://{http}", f"http://{http}/join/#fleet=orchard&key={key}")
+
+
+@pytest.fixture
+def context(browser: "Browser") -> "Iterator[BrowserContext]":
+    context = browser.new_context()
+    yield context
+    context.close()
+
+
+def digits(folder: Path, *, classes: list[int], start: int = 0, each: int = 20) -> list[tuple[str, bytes]]:
+    written = write_digits(folder, classes=classes, start=start, each=each)
+    return [(file.parent.name, file.read_bytes()) for file in sorted(written.rglob("*.png"))]
+
+
+def png(seed: int, height: int, width: int) -> bytes:
+    """Return an image file of random colors."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def answers_of_python(fleet: Fleet, files: list[bytes], labels: dict[str, int]) -> list[NDArray[np.float32]]:
+    """Return the probabilities of Python's device, image after image, with the prior of these labels."""
+    backbone = open_backbone(fleet.root / "backbone-0.onnx", threads=1)
+    head = open_head((fleet.aggregator_state / "head.onnx").read_bytes(), backbones=[backbone])
+    adjuster = Adjuster(head.classes, "auto", labels=labels)
+    rows = []
+    for file in files:
+        feature = feature_of(file, [backbone])
+        assert isinstance(feature, np.ndarray)
+        result = head.run(feature[None])
+        known = head.known(result)
+        is_known = known is None or bool(known[0])
+        rows.append(adjuster.adjust(result.probabilities)[0][0] if is_known else result.probabilities[0])
+    return rows
+
+
+def test_device_trains_and_answers_as_python(
+    surroundings: Surroundings, context: "BrowserContext", tmp_path: Path
+) -> None:
+    """The head is of a phone and a device. Each has evaluated it, and both give the same probabilities."""
+    fleet, phone = surroundings.fleet, PhoneDevice(context, surroundings.origin)
+    missing = "import('/join/device/device.js').then((each) => each.missingFeatures())"
+    assert phone.page.evaluate(missing) == []
+    phone.open()
+    phone.join(surroundings.link, "phone-1")
+    images = digits(tmp_path / "phone", classes=[0, 1, 2, 3, 4])
+    phone.add(images)
+    phone.wait("state.upload.state === 'received'")
+    state = phone.state
+    (left,) = state["left"]
+    assert left["images"] == sum(each["uploaded"] for each in state["images"]) == 80
+    assert sum(each["held_out"] for each in state["images"]) == 20
+    assert not any(each["uploaded"] and each["held_out"] for each in state["images"])
+
+    data = write_digits(tmp_path / "shed", classes=[4, 5, 6, 7, 8, 9], each=20)
+    fleet.start_device("shed-2", data, "--fleet", "orchard")
+    phone.wait("state.head && state.left.length === 2")
+    fleet.wait_for("both evaluations", lambda _: fleet.is_evaluated_by(2))
+    fleet.stop("shed-2")
+
+    files = [file for _, file in [*images[::7], *digits(tmp_path / "new", classes=[3, 8], start=30, each=5)]]
+    files += [png(0, 211, 317), png(1, 90, 31), png(2, 300, 400)]
+    labels = {name: sum(each["label"] == name for each in state["images"]) for name in CLASSES}
+    expected = answers_of_python(fleet, files, labels)
+    for answer, row in zip(phone.classify(files), expected, strict=True):
+        assert answer["classes"] == list(CLASSES)
+        np.testing.assert_allclose(answer["probabilities"], row, atol=1e-4)
+        assert answer["best"] == row.argmax()
+    assert phone.errors == []
+
+
+def test_upload_resumes_after_the_tab_was_killed(
+    surroundings: Surroundings, context: "BrowserContext", tmp_path: Path
+) -> None:
+    """The same submission of the same groups arrives once, although the tab was killed between two frames."""
+    fleet, sent = surroundings.fleet, 0
+    phone = PhoneDevice(context, surroundings.origin)
+
+    def lose(route: "WebSocketRoute") -> None:
+        """Forward the first bytes, and lose the rest."""
+        server = route.connect_to_server()
+
+        def forward(message: str | bytes) -> None:
+            nonlocal sent
+            sent += len(message)
+            if sent < 12_000:
+                server.send(message)
+
+        route.on_message(forward)
+
+    phone.page.route_web_socket("**/join/mqtt**", lose)
+    phone.open()
+    phone.join(surroundings.link, "phone-2")
+    phone.add(digits(tmp_path, classes=[0, 1, 2, 3, 4], start=40))
+    phone.wait("state.upload.state === 'sending' && state.left.length")
+    wait_until("lost frames", lambda: phone.state and sent >= 12_000, diagnostics=lambda: str(sent))
+    before = phone.state
+    phone.page.close()
+    assert "submission accepted device=phone-2" not in fleet.log("aggregator")
+
+    phone = PhoneDevice(context, surroundings.origin)
+    phone.open()
+    phone.wait("state.upload.state === 'received'")
+    after = phone.state
+    assert after["images"] == before["images"]
+    assert any(each["uploaded"] for each in after["images"])
+    assert submissions(after) == submissions(before)
+    fleet.wait_for_log("aggregator", "submission accepted device=phone-2")
+    assert fleet.log("aggregator").count("submission accepted device=phone-2") == 1
+
+    for event, state in (("freeze", "offline"), ("resume", "online")):
+        # Chromium freezes no visible page, and a headless one is always visible.
+        phone.page.evaluate(f"document.dispatchEvent(new Event('{event}'))")
+        wait_for_state(fleet, "phone-2", state)
+    assert phone.errors == []
+
+
+def submissions(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the submissions that have left a device."""
+    return [each for each in state["left"] if each["kind"] == "submission"]
+
+
+def wait_for_state(fleet: Fleet, device: str, state: str) -> None:
+    """Wait until the aggregator's status has a device in a state."""
+    fleet.wait_for(
+        f"{device} {state}",
+        lambda status: (device, state) in [(each["device"], each["state"]) for each in status["devices"]],
+    )
