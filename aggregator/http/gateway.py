@@ -20,6 +20,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from aggregator.http.access import is_loopback_host
 from aggregator.http.challenges import Challenges
+from aggregator.http.pipe import CHUNK_BYTES, ENDED, Closed, pipe
 from aggregator.http.settings import HttpSettings
 from aggregator.http.snapshots import Stamps
 from aggregator.rates import TokenBuckets
@@ -49,31 +50,21 @@ ATTEMPTS_AT_ONCE, ATTEMPTS_PER_S = 100, 10
 
 CONNECT_S = 15.0
 
-CHUNK_BYTES = 64 * 1024
-
 CHECK_S = 0.5
 """Seconds until a revoked phone is disconnected."""
 
 MAX_REASON_BYTES = 123
 """Of a close frame (RFC 6455, 5.5)."""
 
-TOO_MANY, UNREACHABLE, ENDED = 4429, 4502, 1000
+TOO_MANY, UNREACHABLE = 4429, 4502
 """Close codes, beside those of `security.phones`."""
-
-
-@dataclass(eq=False)
-class _Closed(Exception):
-    """The end of a connection: the code and the reason that the phone gets."""
-
-    code: int
-    reason: str
 
 
 @dataclass(eq=False)
 class _Connection:
     device: str
     key: bytes
-    closed: asyncio.Future[_Closed] = field(default_factory=asyncio.Future)
+    closed: asyncio.Future[Closed] = field(default_factory=asyncio.Future)
     """Done when the phone may not stay connected."""
 
 
@@ -105,7 +96,7 @@ class Gateway:
         device = websocket.query_params.get("device", "")
         try:
             await self._serve(websocket, device)
-        except _Closed as closed:
+        except Closed as closed:
             if closed.code != ENDED:
                 event(log, logging.WARNING, "phone refused", device=device[:64], reason=closed.reason)
             with contextlib.suppress(RuntimeError, WebSocketDisconnect):  # it is gone
@@ -114,11 +105,12 @@ class Gateway:
                 )
 
     async def _serve(self, websocket: WebSocket, device: str) -> None:
-        client = websocket.client.host if websocket.client else ""
-        of_device = sum(each.device == device for each in self._connections)
-        if len(self._connections) >= MAX_PHONES or of_device >= MAX_PER_DEVICE or not self.may_try(client):
-            raise _Closed(TOO_MANY, "too many connections: try again later")
+        if not self.may_try(websocket.client.host if websocket.client else ""):
+            raise Closed(TOO_MANY, "too many attempts: try again later")
         admitted = await self._admit(websocket, device)
+        of_device = sum(each.device == device for each in self._connections)
+        if len(self._connections) >= MAX_PHONES or of_device >= MAX_PER_DEVICE:
+            raise Closed(TOO_MANY, "too many connections: try again later")
         connection = _Connection(device, admitted.key)
         self._connections.add(connection)
         self._has_new = True
@@ -127,7 +119,7 @@ class Gateway:
                 self._watch = asyncio.create_task(self._disconnect_revoked())
             async with self._broker(admitted.access) as (reader, writer):
                 event(log, logging.INFO, "phone connected", device=device)
-                await _pipe(websocket, reader, writer, connection.closed)
+                await pipe(websocket, reader, writer, connection.closed)
         finally:
             self._connections.discard(connection)
 
@@ -138,7 +130,7 @@ class Gateway:
         challenge = query.get("challenge", "")
         fleet, signature = query.get("fleet", ""), query.get("signature", "")
         if not is_name(fleet) or not is_name(device) or not _is_hex(signature):
-            raise _Closed(NOT_ENROLLED, "expected fleet, device, challenge and signature")
+            raise Closed(NOT_ENROLLED, "expected fleet, device, challenge and signature")
         caller = Caller(
             fleet=fleet,
             device=device,
@@ -149,18 +141,18 @@ class Gateway:
         try:
             found = await asyncio.to_thread(admit, self._state, caller, settings.access)
         except ProtofleetError as error:
-            raise _Closed(UNREACHABLE, str(error)[:100]) from error
+            raise Closed(UNREACHABLE, str(error)[:100]) from error
         if isinstance(found, Refused):
-            raise _Closed(found.code, found.reason)
+            raise Closed(found.code, found.reason)
         if found.key and not self._challenges.use(challenge):
-            raise _Closed(NOT_ENROLLED, "this challenge has expired or was used: connect with a new one")
+            raise Closed(NOT_ENROLLED, "this challenge has expired or was used: connect with a new one")
         return found
 
     @contextlib.asynccontextmanager
     async def _broker(
         self, access: BrokerAccess
     ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        """Connect to the first broker that answers; raises _Closed if none does."""
+        """Connect to the first broker that answers; raises Closed if none does."""
         reasons = []
         for broker in self._settings.brokers:
             try:
@@ -176,7 +168,7 @@ class Gateway:
                 reasons.append(f"{broker}: {str(error) or 'no answer'}")
         else:
             event(log, logging.WARNING, "no broker for phones", reason="; ".join(reasons))
-            raise _Closed(UNREACHABLE, "the aggregator cannot reach the broker: see its log")
+            raise Closed(UNREACHABLE, "the aggregator cannot reach the broker: see its log")
         try:
             yield reader, writer
         finally:
@@ -204,48 +196,12 @@ class Gateway:
                 for each in self._connections:
                     refused = found.get((each.device, each.key))
                     if refused is not None and not each.closed.done():
-                        each.closed.set_result(_Closed(refused.code, refused.reason))
+                        each.closed.set_result(Closed(refused.code, refused.reason))
         finally:
             stamps.close()
-
-
-async def _pipe(
-    websocket: WebSocket,
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    closed: "asyncio.Future[_Closed]",
-) -> None:
-    """Pass bytes on in both directions, each as fast as they are received; raises _Closed at the end."""
-    tasks = [asyncio.create_task(each) for each in (_upward(websocket, writer), _downward(reader, websocket))]
-    try:
-        await asyncio.wait([*tasks, closed], return_when=asyncio.FIRST_COMPLETED)
-        if closed.done():
-            raise closed.result()
-        for task in tasks:
-            if task.done():
-                raise task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _upward(websocket: WebSocket, writer: asyncio.StreamWriter) -> _Closed:
-    try:
-        while True:
-            writer.write(await websocket.receive_bytes())
-            await writer.drain()
-    except (WebSocketDisconnect, KeyError):  # it is gone, or has sent text
-        return _Closed(ENDED, "the phone has ended the connection")
-    except OSError:
-        return _Closed(ENDED, "the broker has ended the connection")
-
-
-async def _downward(reader: asyncio.StreamReader, websocket: WebSocket) -> _Closed:
-    with contextlib.suppress(OSError, WebSocketDisconnect):
-        while data := await reader.read(CHUNK_BYTES):
-            await websocket.send_bytes(data)
-    return _Closed(ENDED, "the broker has ended the connection")
+            for each in self._connections:  # none, unless this has failed
+                if not each.closed.done():
+                    each.closed.set_result(Closed(UNREACHABLE, "the aggregator's state cannot be read"))
 
 
 def _is_hex(signature: str) -> bool:

@@ -75,6 +75,7 @@ def make_link(  # noqa: PLR0913 - every option of the command line
         if device:
             new = NewCertificate(device=device, serial="0", now_s=now_s, renew=renew, max_devices=max_devices)
             check_new(store, new)
+        open_ca(store.folder, fleet)  # which may fail, and the device that uses the link needs it
         key, nonce = read_or_make_key(identity_folder(store.folder) / "signing.key"), secrets.token_hex(16)
         secret = _secret(key, nonce)
         carry_out(

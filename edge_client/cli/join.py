@@ -126,7 +126,12 @@ def _tls_key(file: Path) -> str:
     if not file.exists():
         made = ec.generate_private_key(ec.SECP256R1())
         write_private(file, made.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    key = load_pem_private_key(file.read_bytes(), password=None)
+    try:
+        key = load_pem_private_key(file.read_bytes(), password=None)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"cannot use {file}: {error}: delete {file.parent}, and ask for a new link"
+        ) from error
     return key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
 
 

@@ -37,8 +37,13 @@ class Phone:
 
     @property
     def tls(self) -> ssl.SSLContext | None:
-        secure = self.link.address.startswith("https")
-        return ssl.create_default_context(cafile=self.ca) if secure else None
+        if not self.link.address.startswith("https"):
+            return None
+        context = ssl.create_default_context(cafile=self.ca)
+        # `web_socket` sends in one thread and receives in another, during which Python's SSL must not receive the
+        # session tickets of TLS 1.3: now and then, the request would be lost.
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        return context
 
     def request(self, **changed: Any) -> JoinRequest:
         asked = signed_request(self.link, self.device, "phone", key=public_key(self.key))
@@ -85,7 +90,9 @@ class Phone:
         """Open a WebSocket, which is accepted before the phone is; `name` is that of the server."""
         address = self.link.address.replace("http", "ws", 1).replace("localhost", name)
         url = f"{address}/join/mqtt?{query or self.query()}"
-        return connect(url, subprotocols=[Subprotocol("mqtt")], ssl=self.tls, proxy=None, **options)
+        return connect(
+            url, subprotocols=[Subprotocol("mqtt")], ssl=self.tls, proxy=None, open_timeout=120, **options
+        )
 
     @contextlib.contextmanager
     def connected(self, query: str | None = None) -> Iterator[Connection]:

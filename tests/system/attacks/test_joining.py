@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from websockets.exceptions import InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from protocol.wire.codec import encode
 from protocol.wire.joining import parse_link
@@ -146,8 +146,10 @@ def test_other_sites_reach_nothing(fleet: JoinedFleet, victim: Phone) -> None:
 
 def test_giant_message_ends_the_connection_alone(fleet: JoinedFleet, victim: Phone) -> None:
     with victim.connected() as giant:
-        giant.send(bytes(2 * 1024**2))
-        assert closing(giant)[0] == 1009
+        with contextlib.suppress(ConnectionClosed):  # before all is sent
+            giant.send(bytes(2 * 1024**2))
+        # The close frame is lost where the rest of the message comes after it.
+        assert closing(giant)[0] in {1009, 1006}
     with victim.client() as client:
         fleet.wait_until("the victim connected", client.is_connected)
 
@@ -158,8 +160,13 @@ def test_connections_of_a_device_are_limited(fleet: JoinedFleet) -> None:
         for _ in range(3):
             cleanup.enter_context(many.web_socket(many.query()))
         assert many.refused()[0] == 4429
-    with many.client() as client:
-        fleet.wait_until("the device connected again", client.is_connected)
+    fleet.wait_until("the device connects again", lambda: _connects(many))
+
+
+def _connects(phone: Phone) -> bool:
+    with contextlib.suppress(ConnectionClosed), phone.connected():
+        return True
+    return False
 
 
 def test_broker_keeps_a_phone_to_its_topics(fleet: JoinedFleet, victim: Phone) -> None:
