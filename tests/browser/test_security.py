@@ -67,6 +67,9 @@ ATTACKS = {
     "events": "(origin) => new Promise((done) => { const events = new EventSource(origin + '/api/v1/events', "
     "{withCredentials: true}); events.addEventListener('change', () => done('read')); "
     "events.onerror = () => done('blocked'); })",
+    "a WebSocket": "(origin) => new Promise((done) => { const socket = new WebSocket("
+    "origin.replace('http', 'ws') + '/join/mqtt?fleet=barn&device=a', 'mqtt'); "
+    "socket.onopen = () => done('read'); socket.onerror = () => done('blocked'); })",
     "a frame": "(origin) => new Promise((done) => { const frame = document.createElement('iframe'); "
     "frame.onload = () => { try { done(frame.contentDocument ? 'empty' : 'blocked'); } catch { done('blocked'); } }; "
     "frame.src = origin; document.body.append(frame); })",
