@@ -158,6 +158,8 @@ class _Server:
         self._state = Path(settings.state)
         self._snapshots = snapshots
         self._commands = asyncio.Lock()
+        self._joins = asyncio.Lock()
+        """Another one, so that devices without a token delay no operator."""
         self.endpoints = self._endpoints()
 
     def _endpoints(self) -> tuple[Endpoint, ...]:
@@ -264,7 +266,7 @@ class _Server:
         if not gateway.may_try(request.client.host if request.client else ""):
             raise HTTPException(429, "too many requests: try again in a minute")
         arguments = await _body(request)
-        async with self._commands:
+        async with self._joins:
             device, answer = await asyncio.to_thread(join, self._state, arguments)
         event(log, logging.INFO, "device joined", device=device)
         return Response(answer, media_type=JSON_TYPE)
