@@ -3,13 +3,12 @@
 
 import { Classifier } from "./classifier.js";
 import { Features } from "./features.js";
-import { enroll, JoinError, makeKey, readLink, requireName } from "./membership.js";
+import { enroll, JoinError, makeKey, readLink, requireName, unhex } from "./membership.js";
 import { Session } from "./session.js";
 import { deviceState } from "./state.js";
 import { Store, StorageFull } from "./store.js";
 import { Work } from "./work.js";
 import { NO_TRUST } from "../wire/trust.js";
-import { unhex } from "./membership.js";
 
 /** @typedef {import("./state.js").DeviceState} DeviceState */
 /** @typedef {import("./store.js").StoredImage} StoredImage */

@@ -1,9 +1,8 @@
 // @ts-check
 /** A device in its fleet: passes events to the state machine, and performs its actions. */
 
-import { framesOf } from "../wire/frames.js";
 import { encodeMessage } from "../wire/messages.js";
-import { hex, sha256, sign, transferBytes } from "../wire/signatures.js";
+import { hex } from "../wire/signatures.js";
 import { deviceTopics, fleetTopics } from "../wire/topics.js";
 import { Connection } from "./connection.js";
 import { Inbox } from "./inbox.js";
@@ -11,6 +10,7 @@ import { START, step } from "./machine.js";
 import { gatewayUrl, unhex } from "./membership.js";
 import { OwnPresence } from "./presence.js";
 import { Store, StorageFull } from "./store.js";
+import { dropUnused, keepParts, leavingFrames, verified } from "./transfers.js";
 import { Changed, itemOf } from "./work.js";
 
 /** @typedef {import("./machine.js").Event} Event */
@@ -181,7 +181,9 @@ export class Session {
   }
 
   /** @param {{digest: Uint8Array}} receipt */
-  #isOwn = ({ digest }) => this.state.uploads.some(({ item }) => item.digest === hex(digest));
+  #isOwn({ digest }) {
+    return this.state.uploads.some(({ item }) => item.digest === hex(digest));
+  }
 
   /** @param {Uint8Array} payload */
   async #ownPresence(payload) {
@@ -246,58 +248,29 @@ export class Session {
 
   /** @param {ActionOf<"open">} action */
   async #open({ blob }) {
-    await this.#dropUnused();
-    const offset = await this.parts.store.partBytes(blob.digest);
-    if (offset >= blob.size_bytes) await this.#verify(blob.digest);
-    else this.emit({ type: "opened", digest: blob.digest, offset });
-  }
-
-  /** Delete the blobs that neither the task nor a head in use names. */
-  async #dropUnused() {
     const { store } = this.parts;
-    const { task, head } = this.state;
-    const heads = await store.fact("heads");
-    const used = [heads?.installed, heads?.previous].flatMap((each) => (each ? [each.head, each.backbone] : []));
-    const named = [...(task?.manifest.backbones ?? []), ...(head ? [head.manifest.current.head, head.manifest.candidate?.head] : [])];
-    const digests = new Set([...used, ...named.flatMap((ref) => (ref ? [hex(ref.digest)] : []))]);
-    await store.dropOthers(digests);
-    this.emit({ type: "stored", digests: new Set(await store.keys("blobs")) });
+    this.emit({ type: "stored", digests: await dropUnused(store, this.state) });
+    const offset = await store.partBytes(blob.digest);
+    if (offset >= blob.size_bytes) await this.#finish(blob.digest);
+    else this.emit({ type: "opened", digest: blob.digest, offset });
   }
 
   /** @param {ActionOf<"append">} action */
   async #append({ blob, offset, parts, done }) {
-    let at = offset;
-    const rows = parts.map((data) => {
-      const row = { digest: blob.digest, offset: at, data: data.slice() };
-      at += data.length;
-      return row;
-    });
-    await this.parts.store.write({ parts: rows }, {}, "relaxed");
-    if (done) await this.#verify(blob.digest);
+    await keepParts(this.parts.store, blob.digest, offset, parts);
+    if (done) await this.#finish(blob.digest);
   }
 
   /** @param {string} digest */
-  async #verify(digest) {
-    const { store } = this.parts;
-    const blob = new Blob((await store.parts(digest)).map(({ data }) => /** @type {BlobPart} */ (data)));
-    const isValid = hex(await sha256(new Uint8Array(await blob.arrayBuffer()))) === digest;
-    await (isValid ? store.keepBlob(digest, blob) : store.dropParts(digest));
-    this.emit({ type: "finished", digest, isValid });
+  async #finish(digest) {
+    this.emit({ type: "finished", digest, isValid: await verified(this.parts.store, digest) });
   }
 
   /** @param {ActionOf<"send">} action */
   async #send({ item, ranges }) {
-    const { store, membership, key } = this.parts;
-    const row = /** @type {OutboxRow | undefined} */ (await store.get("outbox", item.digest));
+    const row = /** @type {OutboxRow | undefined} */ (await this.parts.store.get("outbox", item.digest));
     if (!row) return this.#readOutbox(); // replaced by a newer one
-    const { payload, digest, kind, prototypes, images } = row;
-    if (!(await store.get("left", digest))) {
-      await store.write({ left: [{ digest, kind, time_s: Math.floor(Date.now() / 1000), bytes: payload.length, prototypes, images }] });
-      this.parts.onChange({});
-    }
-    const transfer = transferBytes(membership.fleet, membership.device, unhex(digest), payload.length);
-    const signed = { digest: unhex(digest), key: key.publicKey, signature: await sign(key.privateKey, transfer) };
-    const frames = framesOf(payload, signed, this.state.chunk, ranges);
+    const frames = await leavingFrames(this.parts, row, ranges, this.state.chunk);
     const sent = frames.map((frame) => this.connection.publish({ topic: this.topics.up, payload: frame, retain: false }));
     void Promise.all(sent).then((answers) => answers.every(Boolean) && this.emit({ type: "drained" }));
   }

@@ -1,6 +1,7 @@
 // @ts-check
 /** What a device shows of itself: a plain object, made anew at each change. Words are keys of the page's sentences. */
 
+import { MAX_DAMAGED } from "./downloads.js";
 import { classReports, heldOutImages } from "./submission.js";
 import { currentHead, unsupportedReason } from "./machine.js";
 
@@ -43,8 +44,6 @@ import { currentHead, unsupportedReason } from "./machine.js";
  * @property {number} unusable
  */
 /** @typedef {{state: import("./machine.js").State, closed: string, buildProblem: string, isAggregatorOnline: boolean | null}} InFleet */
-
-const MAX_DAMAGED = 3;
 
 /** @param {InFleet | null} session @returns {DeviceState["upload"]} */
 function uploadOf(session) {
