@@ -1,12 +1,14 @@
 """A phone's device in Chromium: its numbers are those of Python's device, and a killed tab loses nothing."""
 
+import base64
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import onnx
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
@@ -19,6 +21,7 @@ from protocol.models.preprocessing import Preprocessing
 from tests.browser.phone_device import PhoneDevice
 from tests.support.fleets.fleet import CLASSES, Fleet, wait_until, write_digits, write_task
 from tests.support.graphs.backbones import tiny_backbone
+from tests.support.graphs.hostile_graphs import FAILING, REFUSED, always_fails, random_features
 from tests.support.network.brokers import free_address, mosquitto, needs_mosquitto
 
 if TYPE_CHECKING:
@@ -167,6 +170,41 @@ def test_upload_resumes_after_the_tab_was_killed(
         phone.page.evaluate(f"document.dispatchEvent(new Event('{event}'))")
         wait_for_state(fleet, "phone-2", state)
     assert phone.errors == []
+
+
+RUN = """async ([file, pixels]) => {
+    const { Features } = await import("/join/device/features.js");
+    window.features ??= new Features((digest) => files[digest]);
+    window.files ??= {};
+    const blobOf = (text) => new Blob([Uint8Array.from(atob(text), (each) => each.charCodeAt(0))]);
+    const digest = String(Object.keys(files).length);
+    files[digest] = Promise.resolve(blobOf(file));
+    try {
+        return (await features.feature(digest, blobOf(pixels))).length;
+    } catch (error) {
+        return `${error.constructor.name}: ${error.message}`;
+    }
+}"""
+
+
+def test_hostile_backbones_end_in_an_error(surroundings: Surroundings, context: "BrowserContext") -> None:
+    """They are refused before they are run, or fail alone: the next backbone works."""
+    phone = PhoneDevice(context, surroundings.origin)
+
+    def run(file: bytes) -> int | str:
+        given = [base64.b64encode(each).decode() for each in (file, png(0, 20, 20))]
+        return cast("int | str", phone.page.evaluate(RUN, given))
+
+    assert run(tiny_backbone()) == 16
+    for change in (*REFUSED, *FAILING):
+        model = onnx.load_from_string(tiny_backbone())
+        change(model)
+        expected = "RefusedFile" if change in REFUSED else "GraphFailed"
+        assert str(run(model.SerializeToString())).startswith(expected), change.__name__
+    assert str(run(random_features())).startswith("RefusedFile: the random operator")
+    assert str(run(always_fails())).startswith("GraphFailed")
+    assert str(run(b"no graph")).startswith("RefusedFile")
+    assert run(tiny_backbone()) == 16
 
 
 def submissions(state: dict[str, Any]) -> list[dict[str, Any]]:
