@@ -198,7 +198,7 @@ function built(state, { task, item, failed }, nowS) {
   if (task !== state.task?.digest) return state;
   const failures = failed ? state.failures + 1 : 0;
   const buildDueS = failed ? Math.min(state.buildDueS, nowS + retryDelayS(failures)) : state.buildDueS;
-  const next = { ...state, building: false, failures, buildDueS, above: failed ? state.above : 0 };
+  const next = { ...state, building: false, failures, buildDueS, above: item ? 0 : state.above };
   if (!item) return next;
   return uploads.start(item.received ? { ...next, received: item } : next, item);
 }

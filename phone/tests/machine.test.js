@@ -91,6 +91,22 @@ test("a submission that is superseded is built again with a higher sequence", ()
   assert.equal(fleet.above, 77);
 });
 
+test("a build that ends without a submission leaves the next one its sequence", () => {
+  const fleet = fleetOf({});
+  const aboves = [];
+  fleet.refuse = () => (aboves.length === 1 ? { reason: "superseded", sequence: 77 } : null);
+  fleet.build = ({ task, above }) => {
+    aboves.push(above);
+    const item = aboves.length === 2 ? null : itemOf("submission", submission, task);
+    fleet.later(() => {
+      fleet.event({ type: "built", task, item, failed: false });
+      if (!item) fleet.event({ type: "imagesChanged" });
+    }, 1);
+  };
+  fleet.run(() => aboves.length === 3 && isIdle(fleet));
+  assert.deepEqual(aboves, [0, 77, 77]);
+});
+
 for (const reason of ["digest", "quota", "unknown_task", "no_space", "signature"]) {
   test(`an upload that is refused as ${reason} is tried until it is taken`, () => {
     const fleet = fleetOf({});
