@@ -16,6 +16,14 @@ class ConfigError(ProtofleetError):
     """A setting, task file or image folder that cannot be used."""
 
 
+class JoinRefused(ConfigError):
+    """A device that cannot join with its link; `reason` is for its page, which has sentences of its own."""
+
+    def __init__(self, reason: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.reason = reason
+
+
 class MalformedMessage(ProtofleetError):
     """Received bytes that are not a message of this protocol."""
 

@@ -113,8 +113,8 @@ def _is_read(request: Request) -> bool:
     return request.method in {"GET", "HEAD"}
 
 
-def problem(status: int, text: str) -> JSONResponse:
-    return JSONResponse({"error": text}, status)
+def problem(status: int, text: str, **more: str) -> JSONResponse:
+    return JSONResponse({"error": text, **more}, status)
 
 
 def is_own_host(header: str, hosts: tuple[str, ...]) -> bool:

@@ -38,7 +38,7 @@ from aggregator.http.openapi import JSON_TYPE, Endpoint, openapi_document
 from aggregator.http.settings import HttpSettings
 from aggregator.http.snapshots import Snapshot, Snapshots
 from aggregator.status.model import Status
-from protocol.errors import ProtofleetError
+from protocol.errors import JoinRefused, ProtofleetError
 from protocol.log import event
 
 log = logging.getLogger(__name__)
@@ -129,6 +129,8 @@ async def _problem(_request: Request, error: Exception) -> Response:
         answer = problem(error.status_code, error.detail)
         answer.headers.update(error.headers or {})
         return answer
+    if isinstance(error, JoinRefused):
+        return problem(409, str(error), reason=error.reason)
     return problem(409 if isinstance(error, ProtofleetError) else 400, str(error))
 
 
@@ -264,7 +266,7 @@ class _Server:
     async def join(self, gateway: Gateway, request: Request) -> Response:
         """Enroll a device that has a join link, which needs no token."""
         if not gateway.may_try(request.client.host if request.client else ""):
-            raise HTTPException(429, "too many requests: try again in a minute")
+            return problem(429, "too many requests: try again in a minute", reason="too_many")
         arguments = await _body(request)
         async with self._joins:
             device, answer = await asyncio.to_thread(join, self._state, arguments)

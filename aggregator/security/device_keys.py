@@ -10,7 +10,7 @@ from aggregator.storage.device_keys import Key
 from aggregator.storage.quarantine import REVOKED
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import JoinLinks, ServedTask, StoredLink
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, JoinRefused
 from protocol.wire.messages import Name
 
 
@@ -59,8 +59,21 @@ KeyChange = NewCertificate | NewKey | RevokedDevice | NewLink
 MAX_LINKS = 500
 """Join links that have not expired."""
 
-SPENT = "this link has expired or was used: ask the operator for a new one"
-"""The answer to whatever is not the first use of a link, whoever asks."""
+
+class NameTaken(ConfigError):
+    """A name under which a device is enrolled or revoked."""
+
+
+class FleetFull(ConfigError):
+    """A fleet with as many devices as its quota allows."""
+
+
+def spent() -> JoinRefused:
+    """Return the answer to whatever is not the first use of a link, whoever asks."""
+    return JoinRefused(
+        "link_spent",
+        "this link has expired or was used, or is incomplete: copy all of it, or ask the operator for a new one",
+    )
 
 
 def change_keys(store: Store, change: KeyChange) -> None:
@@ -116,23 +129,28 @@ def _use_link(store: Store, use: LinkUse) -> None:
     links = {each.id: each for each in open_links(store, now_s=time.time())}
     link = links.get(use.id)
     if link is None or link.proof not in ("", use.proof):
-        raise ConfigError(SPENT)
+        raise spent()
     links[use.id] = msgspec.structs.replace(link, proof=use.proof, answer=use.answer)
     store.facts.put(JoinLinks(tuple(links.values())))
 
 
 def check_new(store: Store, new: NewCertificate) -> Key | None:
-    """Return the key of a device before its enrollment; raises ConfigError if it cannot be enrolled."""
+    """Return the key of a device before its enrollment.
+
+    Raises:
+        NameTaken: another device has the name.
+        FleetFull: the device is one too many.
+    """
     known = store.keys.get(new.device)
     if known is not None and (known.enrolled or known.revoked_s is not None) and not new.renew:
         state = "enrolled" if known.revoked_s is None else "revoked"
-        raise ConfigError(
+        raise NameTaken(
             f"{new.device} is already {state}: --renew replaces its keys and revokes the old ones"
         )
     devices, most = store.keys.valid(), new.max_devices
     is_new = known is None or known.revoked_s is not None
     if most is not None and is_new and devices >= most:
-        raise ConfigError(
+        raise FleetFull(
             f"the fleet has {devices} of {most} devices (limits.max_devices): revoke one, or raise the quota in the "
             "task file and restart the aggregator"
         )

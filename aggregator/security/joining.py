@@ -10,13 +10,15 @@ from msgspec import structs
 
 from aggregator.security.certificate_authority import Issued, issue_client, utc_now
 from aggregator.security.device_keys import (
-    SPENT,
+    FleetFull,
     LinkUse,
+    NameTaken,
     NewCertificate,
     NewKey,
     NewLink,
     check_new,
     open_links,
+    spent,
 )
 from aggregator.security.enrollment import Write, card_of, consistent_identity, store_key
 from aggregator.security.identity import (
@@ -28,7 +30,7 @@ from aggregator.security.identity import (
 )
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import StoredLink
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, JoinRefused
 from protocol.storage.keyfile import read_key, read_or_make_key
 from protocol.wire.joining import (
     SECRET_BYTES,
@@ -115,7 +117,8 @@ def answer_join(
 
     Raises:
         MsgspecError: the body is not a `JoinRequest` in JSON.
-        ConfigError: the link is not good for this request, or the device cannot be enrolled.
+        JoinRefused: the link is not good for this request, or the device cannot be enrolled.
+        ConfigError: its TLS key is none of a box.
         StateError: the state cannot be written.
     """
     request = msgspec.json.decode(body, type=JoinRequest)
@@ -132,7 +135,7 @@ def answer_join(
             renew=link.renew,
             max_devices=max_devices,
         )
-        check_new(store, new)
+        _check_new(store, new)
         ca = open_ca(store.folder, fleet)
         issued = issue_client(ca, request.device, now=now, days=link.days, public=request.tls_key.encode())
         answer = _answer(store, request, link, ca=ca, issued=issued)
@@ -147,16 +150,34 @@ def answer_join(
         return request.device, _signed(answer, key)
 
 
+def _check_new(store: Store, new: NewCertificate) -> None:
+    """Raise JoinRefused, with the words for a joining device, if it cannot be enrolled."""
+    try:
+        check_new(store, new)
+    except NameTaken as error:
+        sentence = "another device of the fleet has this name: choose another one"
+        raise JoinRefused("name_taken", sentence) from error
+    except FleetFull as error:
+        sentence = "the fleet has as many devices as its operator allows: ask the operator"
+        raise JoinRefused("fleet_full", sentence) from error
+
+
 def _link_of(store: Store, request: JoinRequest, key: bytes, *, fleet: str) -> StoredLink:
-    """Return the link that a request was made with; raises ConfigError unless it is good for the request."""
+    """Return the link that a request was made with; raises JoinRefused unless it is good for the request."""
     link = next((each for each in open_links(store, now_s=time.time()) if each.id == request.id), None)
-    expected = proof_of(_secret(key, link.nonce if link is not None else ""), request)
-    if not hmac.compare_digest(expected, request.proof) or link is None or request.fleet != fleet:
-        raise ConfigError(SPENT)
+    secret = _secret(key, link.nonce if link is not None else "")
+    if link is None or secret_id(secret) != request.id:  # the aggregator's key was replaced
+        raise spent()
+    expected = proof_of(secret, request, aggregator_key=public_key(key))
+    if not hmac.compare_digest(expected, request.proof) or request.fleet != fleet:
+        raise JoinRefused(
+            "link_damaged", "this link is damaged: copy it again, or ask the operator for a new one"
+        )
     if link.proof not in ("", request.proof):
-        raise ConfigError(SPENT)
+        raise spent()
     if link.device not in ("", request.device):
-        raise ConfigError(f"this link is for {link.device}, not for {request.device}: use that name")
+        sentence = f"this link is for {link.device}, not for {request.device}: use that name"
+        raise JoinRefused("link_for_another_name", sentence)
     if (request.kind == "box") != bool(request.tls_key):
         raise ConfigError("expected a TLS key of a box, and none of a phone")
     return link

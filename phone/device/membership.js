@@ -21,10 +21,15 @@ const encoder = new TextEncoder();
 
 /** Why a device cannot join, by a word: the page has a sentence for each. */
 export class JoinError extends Error {
-  /** @param {"link" | "name" | "offline" | "refused" | "answer"} key @param {string} [detail] one sentence of the aggregator */
-  constructor(key, detail = "") {
+  /**
+   * @param {"link" | "name" | "offline" | "refused" | "answer"} key
+   * @param {string} [detail] one sentence of the aggregator
+   * @param {string} [reason] why the aggregator has refused, by a word of docs/protocol.md; empty for others
+   */
+  constructor(key, detail = "", reason = "") {
     super(detail || key);
     this.key = key;
+    this.reason = reason;
   }
 }
 
@@ -76,7 +81,10 @@ async function fetched(url, options) {
   } catch {
     throw new JoinError(answer ? "answer" : "offline");
   }
-  if (!answer.ok) throw new JoinError("refused", typeof body?.error === "string" ? body.error.slice(0, 300) : "");
+  if (!answer.ok) {
+    const [sentence, reason] = [body?.error, body?.reason].map((each) => (typeof each === "string" ? each.slice(0, 300) : ""));
+    throw new JoinError("refused", sentence, reason);
+  }
   return body;
 }
 
@@ -90,7 +98,7 @@ async function fetched(url, options) {
  */
 export async function enroll({ origin, fleet, key: aggregator, secret }, device, { publicKey }) {
   const own = hex(publicKey);
-  const proof = await proofOf(secret, `protofleet 1 join ${fleet} ${device} phone ${own} `);
+  const proof = await proofOf(secret, `protofleet 1 join ${fleet} ${device} phone ${own}  ${aggregator}`);
   const id = hex((await sha256(secret)).subarray(0, 8));
   const { answer, signature } = await fetched(`${origin}/join/enroll`, {
     method: "POST",

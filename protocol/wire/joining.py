@@ -1,7 +1,7 @@
 """Joining a fleet by a link: the link, the request with its proof, and the aggregator's answer. No I/O.
 
-The link's secret is never sent: a request has an HMAC of its fields under it, and the answer is signed with the
-aggregator's key, which the link has. So neither can be changed on the way, also without TLS.
+The link's secret is never sent: a request has an HMAC of its fields and the link's key under it, and the answer is
+signed with that key, the aggregator's. So neither can be changed on the way, also without TLS.
 """
 
 import base64
@@ -126,11 +126,12 @@ def secret_id(secret: bytes) -> str:
     return hashlib.sha256(secret).digest()[:8].hex()
 
 
-def proof_of(secret: bytes, request: JoinRequest) -> str:
-    """Return the proof (hex) that a request was made with a secret, whatever proof it has."""
+def proof_of(secret: bytes, request: JoinRequest, *, aggregator_key: bytes) -> str:
+    """Return the proof (hex) that a request was made with a link's secret and key, whatever proof it has."""
     tls_key = hashlib.sha256(request.tls_key.encode()).hexdigest() if request.tls_key else ""
-    fields = ("protofleet 1 join", request.fleet, request.device, request.kind, request.key, tls_key)
-    return hmac.new(secret, " ".join(fields).encode(), hashlib.sha256).hexdigest()
+    keys = (request.key, tls_key, aggregator_key.hex())
+    text = " ".join(("protofleet 1 join", request.fleet, request.device, request.kind, *keys))
+    return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
 
 
 def signed_request(link: JoinLink, device: str, kind: Kind, *, key: bytes, tls_key: str = "") -> JoinRequest:
@@ -144,7 +145,7 @@ def signed_request(link: JoinLink, device: str, kind: Kind, *, key: bytes, tls_k
         id=secret_id(link.secret),
         proof="0" * 64,
     )
-    return msgspec.structs.replace(request, proof=proof_of(link.secret, request))
+    return msgspec.structs.replace(request, proof=proof_of(link.secret, request, aggregator_key=link.key))
 
 
 def open_answer(data: bytes, *, link: JoinLink, request: JoinRequest) -> JoinAnswer:

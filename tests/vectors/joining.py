@@ -31,11 +31,13 @@ CHALLENGE = digest_of(b"challenge").hex()
 def vectors() -> dict[str, Any]:
     """Return links, requests, answers and connections, valid and invalid."""
     return {
-        "about": "`secret` and keys are hex. A link without `fields` is refused. `proof` is that of the other fields. "
+        "about": "`secret` and keys are hex. A link without `fields` is refused. `proof` is that of the other fields "
+        "and `aggregator_key`, the link's. "
         "An answer is verified for the first request and the key of the first link.",
         "links": _links(),
         "requests": [
-            {"secret": SECRET.hex(), **msgspec.to_builtins(each)} for each in (_request("phone"), _request("box"))
+            {"secret": SECRET.hex(), "aggregator_key": LINK.key.hex(), **msgspec.to_builtins(each)}
+            for each in (_request("phone"), _request("box"))
         ],
         "answers": _answers(),
         "connections": _connections(),

@@ -332,7 +332,7 @@ def test_request_proves_the_secret(case: dict[str, Any]) -> None:
     secret = bytes.fromhex(case["secret"])
     tls_key = hashlib.sha256(case["tls_key"].encode()).hexdigest() if case["tls_key"] else ""
     fields = [case[name] for name in ("fleet", "device", "kind", "key")]
-    content = " ".join(["protofleet 1 join", *fields, tls_key]).encode()
+    content = " ".join(["protofleet 1 join", *fields, tls_key, case["aggregator_key"]]).encode()
     assert hmac.new(secret, content, "sha256").hexdigest() == case["proof"]
     assert hashlib.sha256(secret).hexdigest()[:16] == case["id"]
 

@@ -4,6 +4,7 @@ A box and phones join over HTTPS. Phones are Python clients that do what the pag
 """
 
 import contextlib
+import json
 import os
 import queue
 import secrets
@@ -16,7 +17,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from protocol.wire.codec import encode
-from protocol.wire.joining import parse_link
+from protocol.wire.joining import JoinRequest, parse_link
 from protocol.wire.messages import Presence
 from protocol.wire.signing import public_key, sign_presence
 from protocol.wire.topics import device_topic
@@ -105,29 +106,39 @@ def test_other_keys_and_challenges_connect_nothing(fleet: JoinedFleet, victim: P
 
 
 def test_links_are_good_once(fleet: JoinedFleet) -> None:
-    """A lost answer is sent again; another key, another name or a changed request gets one sentence."""
+    """A lost answer is sent again; another key, another name or a changed request enrolls nothing."""
     phone = fleet.phone("once")
     status, answer = phone.post(request := phone.request())
     assert (status, phone.post(request)) == (200, (200, answer))
-    for attempt in (
-        Phone(phone.link, "once", phone.ca).request(),
-        Phone(phone.link, "twice", phone.ca).request(),
-        phone.request(device="twice"),
-        phone.request(kind="box"),
-        phone.request(fleet="vineyard"),
-        phone.request(key=secrets.token_hex(32)),
-        phone.request(proof=secrets.token_hex(32)),
-        phone.request(id=secrets.token_hex(8)),
-    ):
-        status, body = phone.post(attempt)
-        assert status == 409
-        assert b"has expired or was used" in body
+    for reason, attempts in {
+        "link_spent": (
+            Phone(phone.link, "once", phone.ca).request(),
+            Phone(phone.link, "twice", phone.ca).request(),
+            phone.request(id=secrets.token_hex(8)),
+        ),
+        "link_damaged": (
+            phone.request(device="twice"),
+            phone.request(kind="box"),
+            phone.request(fleet="vineyard"),
+            phone.request(key=secrets.token_hex(32)),
+            phone.request(proof=secrets.token_hex(32)),
+        ),
+    }.items():
+        for attempt in attempts:
+            assert reason_of(phone, attempt) == reason
     expired = fleet.phone("late", fleet.link("late", valid_minutes=0))
-    assert b"has expired or was used" in expired.post(expired.request())[1]
+    assert reason_of(expired, expired.request()) == "link_spent"
     renamed = fleet.phone("renamed", fleet.link("named"))
-    assert b"this link is for named" in renamed.post(renamed.request())[1]
+    assert reason_of(renamed, renamed.request()) == "link_for_another_name"
     taken = fleet.phone("once", fleet.link())
-    assert b"once is already enrolled" in taken.post(taken.request())[1]
+    assert reason_of(taken, taken.request()) == "name_taken"
+
+
+def reason_of(phone: Phone, request: JoinRequest) -> str:
+    """Return the reason with which a request is refused."""
+    status, body = phone.post(request)
+    assert status == 409, body
+    return str(json.loads(body)["reason"])
 
 
 def test_other_sites_reach_nothing(fleet: JoinedFleet, victim: Phone) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,10 +18,11 @@ from aggregator.security import device_keys, joining
 from aggregator.security.device_keys import MAX_LINKS
 from aggregator.security.enrollment import enroll, revoke
 from aggregator.security.joining import answer_join, make_link
+from aggregator.security.key_rotation import rotate_key
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import JoinLinks
-from protocol.errors import ConfigError, StateError
+from protocol.errors import ConfigError, JoinRefused, StateError
 from protocol.wire.joining import (
     JoinAnswer,
     JoinLink,
@@ -33,7 +35,6 @@ from protocol.wire.joining import (
 
 FLEET = "orchard"
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
-SPENT = "this link has expired or was used"
 
 
 @pytest.fixture
@@ -63,6 +64,13 @@ def answered(store: Store, link: JoinLink, request: JoinRequest, **options: Any)
     device, body = answer_join(store, msgspec.json.encode(request), fleet=FLEET, **options)
     assert device == request.device
     return open_answer(body, link=link, request=request)
+
+
+def refused(store: Store, link: JoinLink, request: JoinRequest, **options: Any) -> str:
+    """Return the reason with which a request is refused."""
+    with pytest.raises(JoinRefused) as refusal:
+        answered(store, link, request, **options)
+    return refusal.value.reason
 
 
 def phone_files(store: Store) -> set[str]:
@@ -125,8 +133,7 @@ def test_link_is_used_by_one_key_once(store: Store) -> None:
     first = of_phone(link)
     answer = answered(store, link, first)
     for other in (of_phone(link, key=OTHER_KEY), of_phone(link, "phone-2"), of_box(link)):
-        with pytest.raises(ConfigError, match=SPENT):
-            answered(store, link, other)
+        assert refused(store, link, other) == "link_spent"
     assert answered(store, link, first) == answer
     assert set(store.keys.all()) == {"phone-1"}
 
@@ -139,8 +146,7 @@ def test_link_ends_after_its_minutes(store: Store, monkeypatch: pytest.MonkeyPat
     now_s = time.time()
     for module in (joining, device_keys):
         monkeypatch.setattr(module, "time", Mock(time=lambda: now_s + 121))
-    with pytest.raises(ConfigError, match=SPENT):
-        answered(store, used, request)
+    assert refused(store, used, request) == "link_spent"
     answered(store, unused, of_phone(unused, "phone-2"))
     assert len((store.facts.get(JoinLinks) or JoinLinks()).links) == 1
 
@@ -161,27 +167,46 @@ def test_killed_enrollment_is_repeated(store: Store, moment: str, monkeypatch: p
     certificate = (store.folder / "identity" / "phones" / "phone-1.crt").read_bytes()
     assert x509.load_pem_x509_certificate(certificate).serial_number == int(known.serial, 16)
     assert known.serial not in store.keys.revoked_certificates()
-    with pytest.raises(ConfigError, match=SPENT):
-        answered(store, link, of_phone(link, key=OTHER_KEY))
+    assert refused(store, link, of_phone(link, key=OTHER_KEY)) == "link_spent"
 
 
 def test_names_and_quotas_hold_for_links(store: Store) -> None:
     link = link_to(store, "shed-1")
-    with pytest.raises(ConfigError, match="this link is for shed-1, not for shed-2"):
-        answered(store, link, of_phone(link, "shed-2"))
+    assert refused(store, link, of_phone(link, "shed-2")) == "link_for_another_name"
     answered(store, link, of_phone(link, "shed-1"))
     with pytest.raises(ConfigError, match="shed-1 is already enrolled"):
         link_to(store, "shed-1")
     free = link_to(store)
-    with pytest.raises(ConfigError, match="shed-1 is already enrolled"):
-        answered(store, free, of_phone(free, "shed-1"))
+    assert refused(store, free, of_phone(free, "shed-1")) == "name_taken"
+    assert refused(store, free, of_phone(free, "shed-2"), max_devices=1) == "fleet_full"
     with pytest.raises(ConfigError, match=r"1 of 1 devices \(limits\.max_devices\)"):
-        answered(store, free, of_phone(free, "shed-2"), max_devices=1)
-    with pytest.raises(ConfigError, match="1 of 1 devices"):
         link_to(store, "shed-2", max_devices=1)
     with pytest.raises(ConfigError, match="invalid device name"):
         link_to(store, "a b")
     answered(store, free, of_phone(free, "shed-2"))
+
+
+def damaged(link: JoinLink) -> Iterator[JoinLink]:
+    """Yield links with one other digit."""
+    yield replace(link, key=bytes([link.key[0] ^ 1]) + link.key[1:])
+    yield replace(link, fleet="orchbrd")
+
+
+def test_damaged_link_enrolls_nothing(store: Store) -> None:
+    """The device could not verify the answer. The link stays good."""
+    link = link_to(store)
+    for other in damaged(link):
+        assert refused(store, other, of_phone(other)) == "link_damaged"
+    other = replace(link, secret=bytes(16))
+    assert refused(store, other, of_phone(other)) == "link_spent"
+    assert store.keys.all() == {}
+    answered(store, link, of_phone(link))
+
+
+def test_link_of_a_replaced_key_is_spent(store: Store) -> None:
+    link = link_to(store)
+    rotate_key(store, fleet=FLEET)
+    assert refused(store, link, of_phone(link)) == "link_spent"
 
 
 @pytest.mark.parametrize(
@@ -195,7 +220,7 @@ def test_other_keys_get_no_certificate(store: Store, tls_key: str) -> None:
         answered(store, link, of_box(link, tls_key=tls_key))
     for request in (signed_request(link, "shed-1", "box", key=KEY), of_phone(link)):
         wrong = msgspec.structs.replace(request, tls_key="" if request.kind == "box" else tls_key)
-        signed = msgspec.structs.replace(wrong, proof=proof_of(link.secret, wrong))
+        signed = msgspec.structs.replace(wrong, proof=proof_of(link.secret, wrong, aggregator_key=link.key))
         with pytest.raises(ConfigError, match="expected a TLS key of a box"):
             answered(store, link, signed)
     assert store.keys.all() == {}
