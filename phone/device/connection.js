@@ -97,7 +97,7 @@ export class Connection {
       return;
     }
     if (this.#isStopped) return;
-    // amqtt does not understand a will of MQTT 5: the version is found out without one.
+    // amqtt does not understand a will or properties of MQTT 5, and waits for the rest: the version is found out without.
     const isProbe = this.#version === 0;
     const last = isProbe ? null : await will();
     const startS = performance.now() / 1000;
@@ -107,7 +107,7 @@ export class Connection {
       protocolVersion: this.#version || 5, clientId, clean: true, keepalive: KEEPALIVE_S, connectTimeout: TIMEOUT_S * 1000,
       reconnectPeriod: 0, queueQoSZero: false, resubscribe: false, timerVariant: "native",
       ...(last && { will: { topic: last.topic, payload: last.payload, qos: 1, retain: last.retain } }),
-      ...(this.#version !== 4 && { properties: { maximumPacketSize: MAX_PACKET_BYTES } }),
+      ...(this.#version === 5 && { properties: { maximumPacketSize: MAX_PACKET_BYTES } }),
       createWebsocket(target, protocols) {
         const socket = new WebSocket(target, protocols);
         socket.addEventListener("close", ({ code, reason }) => (closed = { code, reason }));

@@ -1,7 +1,9 @@
 """A phone's device in Chromium: its numbers are those of Python's device, and a killed tab loses nothing."""
 
 import base64
+import contextlib
 import io
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +20,17 @@ from edge_client.heads.class_prior import Adjuster
 from edge_client.heads.head import open_head
 from edge_client.images.extraction import feature_of
 from protocol.models.preprocessing import Preprocessing
+from protocol.mqtt.tls import BrokerAddress
 from tests.browser.phone_device import PhoneDevice
 from tests.support.fleets.fleet import CLASSES, Fleet, wait_until, write_digits, write_task
 from tests.support.graphs.backbones import tiny_backbone
 from tests.support.graphs.hostile_graphs import FAILING, REFUSED, always_fails, random_features
-from tests.support.network.brokers import free_address, mosquitto, needs_mosquitto
+from tests.support.network.brokers import amqtt, free_address, mosquitto, needs_mosquitto
+from tests.unit.aggregator.http.servers import serving
+from tests.unit.aggregator.status.stores import started_store
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, BrowserContext, WebSocketRoute
+    from playwright.sync_api import Browser, BrowserContext, WebSocket, WebSocketRoute
 
 pytestmark = needs_mosquitto
 
@@ -205,6 +210,28 @@ def test_hostile_backbones_end_in_an_error(surroundings: Surroundings, context: 
     assert str(run(always_fails())).startswith("GraphFailed")
     assert str(run(b"no graph")).startswith("RefusedFile")
     assert run(tiny_backbone()) == 16
+
+
+def test_broker_of_the_demo_answers_each_connection(
+    context: "BrowserContext", address: BrokerAddress, tmp_path: Path
+) -> None:
+    """It waits for the rest of what only MQTT 5 has, which the first connection must not send."""
+    with (
+        amqtt(address),
+        contextlib.closing(started_store(tmp_path)),
+        serving(tmp_path, brokers=(address,)) as (client, _),
+    ):
+        phone, numbers, answered = PhoneDevice(context, client.origin), itertools.count(1), set[int]()
+
+        def record(socket: "WebSocket") -> None:
+            number = next(numbers)
+            socket.on("framereceived", lambda _: answered.add(number))
+
+        phone.page.on("websocket", record)
+        phone.open()
+        phone.page.evaluate(f"device.join('{client.origin}/join/#fleet=barn&key={'0' * 64}', 'phone-1')")
+        phone.wait("state.connection === 'online'")
+    assert answered == {1, 2}
 
 
 def submissions(state: dict[str, Any]) -> list[dict[str, Any]]:
