@@ -32,14 +32,28 @@ def test_epsilon_and_guesses_by_the_number_of_a_persons_images(epsilon: int) -> 
     """Equal images are one Gaussian event of a multiple of the sensitivity; the best guess has Phi(mu / 2)."""
     mu = [images / multiplier_of(epsilon) for images in (1, 10)]
     one, ten = (f"{math.ceil(100 * NormalDist().cdf(each / 2))}" for each in mu)
-    assert f"{one} times" in PROTECTION
     if epsilon == 1:
-        assert f"becomes one of {closed_form({1 / mu[1]: 1}, 1e-5):.1f}: " in PROTECTION
-        assert f"is correct in up to {ten} of 100 cases" in PROTECTION
+        assert f"at most {one} of 100 guesses are correct at a total epsilon of 1" in PROTECTION
+        assert (
+            f"an epsilon of 1 becomes {closed_form({1 / mu[1]: 1}, 1e-5):.1f} for a person on ten"
+            in PROTECTION
+        )
+        assert f"ten images: at most {ten} of 100 guesses are correct" in PROTECTION
+    else:
+        assert f"and {one} at {epsilon}" in PROTECTION
+
+
+def test_how_certain_uploads_make_an_observer() -> None:
+    """The logarithm of how much the odds rise has the mean mu^2 / 2 and the deviation mu where the unit is there."""
+    mu = 1 / multiplier_of(1)
+    odds = 9 * math.e
+    cases = math.ceil(10_000 * (1 - NormalDist(mu**2 / 2, mu).cdf(1)))
+    certain = f"{100 * odds / (1 + odds):.0f}"
+    assert f"becomes more than {certain} % certain in at most {cases} of 10,000 cases" in PROTECTION
 
 
 @pytest.mark.parametrize("epsilon", [1, 4])
-@pytest.mark.parametrize(("unit", "rows"), [("image", 1), ("person, at most 10 images", 10)])
+@pytest.mark.parametrize(("unit", "rows"), [("image", 1), ("person, k = 10", 10)])
 def test_measured_membership_by_a_persons_images_is_the_promised_one(
     unit: str, rows: int, epsilon: int
 ) -> None:
@@ -51,11 +65,13 @@ def test_measured_membership_by_a_persons_images_is_the_promised_one(
     assert shown == pytest.approx(exact, abs=2.5)
 
 
-def test_epsilon_of_a_person_on_two_devices() -> None:
+@pytest.mark.parametrize("devices", [2, 3, 10])
+def test_epsilon_of_a_person_on_several_devices(devices: int) -> None:
     """Two uploads are two releases; in one sum, which has the noise once, the person has twice the images."""
     each = multiplier_of(1)
-    uploads, in_a_sum = (math.ceil(10 * closed_form(of, 1e-5)) / 10 for of in ({each: 2}, {each / 2: 1}))
-    assert f"is {uploads} for who sees both uploads, and {in_a_sum} in one sum" in PROTECTION
+    both = {each: devices}, {each / devices: 1}
+    uploads, in_a_sum = (math.ceil(10 * closed_form(of, 1e-5)) / 10 for of in both)
+    assert f"\n| {devices} | {uploads} | {in_a_sum} |\n" in PROTECTION
 
 
 def test_what_a_devices_share_of_the_noise_hides() -> None:
@@ -64,13 +80,10 @@ def test_what_a_devices_share_of_the_noise_hides() -> None:
         for each in (10, 100)
     ]
     ten, hundred = (f"{hidden_images(each):.2g}" for each in shares)
-    assert (
-        f"about {ten} images more or fewer of each class if `min_devices` is 10, and {hundred} if"
-        in PROTECTION
-    )
+    assert f"\n| hidden images of each class | {ten} | {hundred} |\n" in PROTECTION
     assert f"about {math.sqrt(2) * hidden_images(multiplier_of(1)):.0f} images more or fewer" in PROTECTION
     ten, hundred = (f"{closed_form({each: 1}, 1e-5):.1f}" for each in shares)
-    assert f"the epsilon is then {ten} or {hundred}" in PROTECTION
+    assert f"\n| epsilon of one device | {ten} | {hundred} |\n" in PROTECTION
     assert f"one device's has {ten} with a `min_devices` of 10, and {hundred} with 100" in SECURE_SUMS
 
 
