@@ -153,6 +153,7 @@ def _enroll(state: Path, task: Path | None, device: str, out: Path, *, key: byte
 
 
 def _print_link(state: Path, task: Path | None, *, valid_minutes: int, **given: Any) -> None:
+    from aggregator.http.page_folders import page_folder, phone_folder
     from aggregator.security.joining import make_link
 
     with _fleet_session(state, task) as (session, fleet):
@@ -168,11 +169,20 @@ def _print_link(state: Path, task: Path | None, *, valid_minutes: int, **given: 
     if sys.stdout.isatty():
         _print_code(str(made))
     click.echo(str(made))
-    click.echo(
+    notes = [
         f"good for one device and {valid_minutes} minutes: open it on a phone, or on a box: edge-client join 'LINK'"
-    )
+    ]
     if not is_closed:
-        click.echo("the device that uses it closes the fleet: devices that are not enrolled are refused then")
+        notes.append(
+            "the device that uses it closes the fleet: devices that are not enrolled are refused then"
+        )
+    if phone_folder(page_folder()) is None:
+        notes.append(
+            "the page for phones is not installed here; if it is not where the aggregator runs either, a phone cannot "
+            "open the link, but a box can join: install the wheel protofleet-dashboard, and restart the aggregator"
+        )
+    for note in notes:
+        click.echo(note, err=True)
 
 
 def _print_code(link: str) -> None:
@@ -344,10 +354,9 @@ def _fleet_session(state: Path, task: Path | None) -> "Iterator[tuple[Session, s
                     "the fleet's name is not known yet: give --task, its task file"
                 ) from None
         yield session, fleet
-        if not had_ca:
-            click.echo(
-                f"created the CA of fleet {fleet} in {identity_folder(state)}: keep a backup of this folder"
-            )
+        if not had_ca and has_ca(state):
+            where = identity_folder(state)
+            click.echo(f"created the CA of fleet {fleet} in {where}: keep a backup of this folder", err=True)
 
 
 COMMANDS = (

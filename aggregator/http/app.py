@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib.metadata
-import importlib.util
 import logging
 from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
@@ -32,9 +31,10 @@ from aggregator.http.commands import (
     run_command,
 )
 from aggregator.http.gateway import Gateway
-from aggregator.http.join_page import PATH, FileList, JoinPage, phone_folder
+from aggregator.http.join_page import PATH, FileList, JoinPage
 from aggregator.http.metrics import CONTENT_TYPE, metrics_text
 from aggregator.http.openapi import JSON_TYPE, Endpoint, openapi_document
+from aggregator.http.page_folders import page_folder, phone_folder
 from aggregator.http.settings import HttpSettings
 from aggregator.http.snapshots import Snapshot, Snapshots
 from aggregator.status.model import Status
@@ -52,11 +52,9 @@ LINK = "Make a link that enrolls a device, good once and for 15 minutes; its fir
 
 MAX_BODY_BYTES = 16 * 1024
 
-PAGE_PACKAGE = "dashboard"
-
 NO_PAGE = (
-    "The dashboard's page is not installed: install the wheel protofleet-dashboard beside this one. "
-    "The API is at /api/v1/openapi.json, metrics are at /metrics.\n"
+    "The pages of the dashboard and for phones are not installed: install the wheel protofleet-dashboard beside this "
+    "one, and restart the aggregator. The API is at /api/v1/openapi.json, metrics are at /metrics.\n"
 )
 
 
@@ -88,11 +86,10 @@ def make_app(settings: HttpSettings, snapshots: Snapshots) -> Starlette:
     ]
     routes.append(Route("/api/{path:path}", _unknown, methods=["GET", "POST"]))
     folder = page_folder()
-    if folder is None:
-        routes.append(Route("/", _no_page))
-    else:
-        routes += _join_page(folder)
-        routes.append(Mount("/", StaticFiles(directory=folder, html=True)))
+    routes += _join_page(folder)
+    routes.append(
+        Route("/", _no_page) if folder is None else Mount("/", StaticFiles(directory=folder, html=True))
+    )
     return Starlette(
         routes=routes,
         middleware=[Middleware(Access, settings=settings)],
@@ -102,20 +99,11 @@ def make_app(settings: HttpSettings, snapshots: Snapshots) -> Starlette:
     )
 
 
-def page_folder() -> Path | None:
-    """Return the folder of the page's files; None if they are not installed."""
-    found = importlib.util.find_spec(PAGE_PACKAGE)
-    for place in (found.submodule_search_locations or ()) if found is not None else ():
-        folder = Path(place) / "static"
-        if (folder / "index.html").is_file() and (folder / "vendor").is_dir():
-            return folder
-    return None
-
-
-def _join_page(static: Path) -> list[BaseRoute]:
+def _join_page(static: Path | None) -> list[BaseRoute]:
     """Return the routes of the page for phones, which shares libraries with the dashboard."""
-    if (folder := phone_folder(static)) is None:
-        return []
+    folder = phone_folder(static)
+    if static is None or folder is None:
+        return [Route(path, _no_page) for path in (PATH, f"{PATH}/")]
     return [
         Route(PATH, lambda _: RedirectResponse(f"{PATH}/")),
         Route(f"{PATH}/files.js", FileList(folder, static / "vendor").answer),

@@ -57,12 +57,6 @@ INSECURE = """\
 """
 
 
-def phone_folder(static: Path) -> Path | None:
-    """Return the folder of the page's files, by that of the dashboard's files; None if there is none."""
-    package = static.parent
-    return next((each for each in (package / "phone", package.parent / "phone") if each.is_dir()), None)
-
-
 class FileList:
     """The script that names the files of the page for its service worker, which keeps them for use without a network.
 

@@ -37,7 +37,7 @@ def listening_settings(settings: HttpSettings | None, state: Path) -> Iterator[H
     with listening:
         port = int(listening.getsockname()[1])
         where = None if settings.token else state / TOKEN_FILE
-        url = f"{settings.scheme}://{HttpAddress(settings.address.host, port)}/"
+        url = f"{settings.scheme}://{HttpAddress(settings.own_name, port)}/"
         event(log, logging.INFO, "dashboard started", url=url, token_file=where)
         yield replace(
             settings,

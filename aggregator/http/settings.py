@@ -72,6 +72,15 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     """TLS of the brokers, without the aggregator's certificate and password."""
 
     @property
+    def own_name(self) -> str:
+        """A host under which a browser reaches the server."""
+        try:
+            is_any = ipaddress.ip_address(self.address.host).is_unspecified
+        except ValueError:
+            is_any = False
+        return next(iter(self.hosts), "localhost") if is_any else self.address.host
+
+    @property
     def scheme(self) -> str:
         return "http" if self.certificate is None else "https"
 

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from aggregator.http.app import page_folder
+from aggregator.http.page_folders import page_folder
 from benchmarks.__main__ import GROUPS, cli, loaded
 from benchmarks.cost.train import OURS, Head, reached
 from benchmarks.cost.uploads import databases

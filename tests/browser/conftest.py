@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from aggregator.http.app import page_folder
+from aggregator.http.page_folders import page_folder
 from tests.browser.pages import CHROMIUM, DashboardPage
 
 if TYPE_CHECKING:

@@ -132,15 +132,14 @@ def test_closing_a_fleet_step_by_step(tmp_path: Path) -> None:
     done = run_aggregator(
         *("enroll-broker", "broker.example", "10.0.0.1", "--out", str(tmp_path / "broker")), *state, *task
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
     assert "/etc/mosquitto/protofleet" in done.stdout
-    assert f"created the CA of fleet barn in {tmp_path}/state/identity" in done.stdout
+    assert f"created the CA of fleet barn in {tmp_path}/state/identity" in done.stderr
     for number, closes in ((1, True), (2, False)):
         done = run_aggregator("enroll", f"shed-{number}", "--out", str(tmp_path / f"shed-{number}"), *state)
         assert (done.returncode, done.stderr) == (0, "")
         given = f"edge-client --enrollment {tmp_path}/shed-{number} --broker HOST[:PORT] --data IMAGES"
         assert given in done.stdout
-        assert "created the CA" not in done.stdout
         assert ("the fleet is now closed" in done.stdout) == closes
         assert read_enrollment(tmp_path / f"shed-{number}").device == f"shed-{number}"
     done = run_aggregator("revoke", "shed-1", *state)
@@ -160,7 +159,7 @@ def test_signing_key_stays_with_the_devices_owner(tmp_path: Path) -> None:
     (key,) = keys
     arguments = ("--key", key.strip(), "--out", str(out), "--task", str(tmp_path / "task.toml"))
     done = run_aggregator("enroll", "shed-1", *arguments, "--state", str(tmp_path / "state"))
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
     assert f"put the signing.key of this public key into {out}" in done.stdout
     assert not any(
         own.read_bytes() in file.read_bytes()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.http.app import page_folder
-from aggregator.http.join_page import TYPES, FileList, JoinPage, phone_folder
+from aggregator.http.join_page import TYPES, FileList, JoinPage
+from aggregator.http.page_folders import page_folder, phone_folder
 from tests.unit.aggregator.http.servers import TOKEN, Client, serving
 from tests.unit.aggregator.status.stores import started_store
 

@@ -77,6 +77,19 @@ def test_other_addresses_need_a_token(address: str, tmp_path: Path, monkeypatch:
     assert options(address) == found
 
 
+@pytest.mark.parametrize(
+    ("host", "hosts", "name"),
+    [
+        ("0.0.0.0", (), "localhost"),  # noqa: S104
+        ("::", ("fleet.example", "other.example"), "fleet.example"),
+        ("127.0.0.1", ("fleet.example",), "127.0.0.1"),
+        ("fleet.example", (), "fleet.example"),
+    ],
+)
+def test_logged_address_can_be_opened(host: str, hosts: tuple[str, ...], name: str) -> None:
+    assert HttpSettings(address=HttpAddress(host, 80), hosts=hosts).own_name == name
+
+
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
     """A server's certificate and its key."""
