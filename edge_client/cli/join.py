@@ -137,6 +137,7 @@ def _tls_key(file: Path) -> str:
 
 def _post(url: str, request: "JoinRequest") -> bytes:
     """Return the answer to a request; raises ConfigError if there is none, or it is a refusal."""
+    import ssl
     import urllib.error
     import urllib.request
 
@@ -152,6 +153,12 @@ def _post(url: str, request: "JoinRequest") -> bytes:
         raise ConfigError(f"refused by {url}: {_reason(error)}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            raise ConfigError(
+                f"this machine does not trust the certificate of {url} ({reason.verify_message}): name the file of its "
+                "authority by SSL_CERT_FILE=FILE, or use an http:// address of the aggregator in the link, over which "
+                "joining is safe as well"
+            ) from error
         raise ConfigError(f"no answer from {url}: {reason}: repeat the command") from error
 
 

@@ -47,11 +47,11 @@ def test_box_joins_by_a_link_and_gets_a_head(fleet: JoinedFleet) -> None:
     )  # fmt: skip
     (link,) = (line for line in made.stdout.splitlines() if line.startswith("https://"))
     assert parse_link(link).name == "box-1"
+    join = [*program, "edge_client.cli", "join", link, "--out", str(fleet.root / "box-1")]
+    untrusted = subprocess.run(join, check=False, capture_output=True, text=True)
+    assert (untrusted.returncode, "SSL_CERT_FILE=FILE" in untrusted.stderr) == (1, True)
     environment = {**os.environ, "SSL_CERT_FILE": str(fleet.ca)}
-    joined = subprocess.run(
-        [*program, "edge_client.cli", "join", link, "--out", str(fleet.root / "box-1")],
-        check=True, capture_output=True, text=True, env=environment,
-    )  # fmt: skip
+    joined = subprocess.run(join, check=True, capture_output=True, text=True, env=environment)
     assert "enrolled box-1; start it with: edge-client --enrollment" in joined.stdout
     folder = fleet.root / "box-1"
     assert {file.name: file.stat().st_mode & 0o777 for file in folder.iterdir()} == {
