@@ -129,6 +129,7 @@ def operator_rolls_back(fleet: Fleet, dashboard: DashboardPage) -> None:
 def operator_enrolls(dashboard: DashboardPage) -> None:
     page = dashboard.page
     page.get_by_role("button", name="Enroll a device").click()
+    dashboard.wait_for_text("dialog", "closes the fleet")
     page.get_by_label("Name").fill("shed-4")
     with page.expect_download() as download:
         page.get_by_role("button", name="Enroll and download").click()
@@ -141,6 +142,7 @@ def operator_adds_a_box(fleet: Fleet, dashboard: DashboardPage) -> None:
     """By a link, which the box uses; the phone's camera reads the same one."""
     page = dashboard.page
     page.get_by_role("button", name="Add a device").click()
+    assert "closes the fleet" not in page.get_by_role("dialog").inner_text()
     page.get_by_label("Name").fill("shed-5")
     page.get_by_label("Broker").fill("broker.example")
     page.get_by_role("button", name="Make the link").click()

@@ -36,7 +36,7 @@ const COMMANDS = {
   },
   link: {
     title: () => "Add a device",
-    text: "Makes a link that is good for one device and 15 minutes: a phone opens it, a box joins with it. The first device that joins closes the fleet: devices that are not enrolled are refused from then on.",
+    text: "Makes a link that is good for one device and 15 minutes: a phone opens it, a box joins with it.",
     button: "Make the link",
     note: OpenFleet,
     fields: [
@@ -54,8 +54,9 @@ const COMMANDS = {
   },
   enroll: {
     title: () => "Enroll a device",
-    text: "The first enrollment closes the fleet: devices that are not enrolled are refused from then on. The file that is downloaded has the device's private keys, and no copy of it stays on the server.",
+    text: "The file that is downloaded has the device's private keys, and no copy of it stays on the server.",
     button: "Enroll and download",
+    note: OpenFleet,
     fields: [
       ["device", "Name", { required: true, pattern: "[A-Za-z0-9_\\-]{1,64}", title: "letters, digits, - and _" }],
       ["broker", "Broker as seen from the device", { placeholder: "HOST or HOST:PORT, optional" }],
@@ -71,12 +72,13 @@ const COMMANDS = {
 
 const isLocal = ["localhost", "127.0.0.1", "[::1]"].includes(location.hostname);
 
-/** In an open fleet, this machine joins without a link: its page is served here only. */
+/** What enrolling changes in an open fleet, which this machine joins without a link: its page is served here only. */
 function OpenFleet() {
   const { status } = fleet;
-  if (!status || status.enrollment.closed || !isLocal) return null;
+  if (!status || status.enrollment.closed) return null;
   const values = new URLSearchParams({ fleet: status.fleet, key: status.aggregator_key });
-  return html`<p>The fleet is open: <a href=${`join/#${values}`} target="_blank">this browser</a> can join without a link.</p>`;
+  return html`<p>The first device that is enrolled closes the fleet: devices that are not enrolled are refused from then on.</p>
+    ${isLocal && html`<p>Until then, <a href=${`join/#${values}`} target="_blank">this browser</a> can join without a link.</p>`}`;
 }
 
 function MadeLink({ made: { link, qr } }) {
