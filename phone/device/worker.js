@@ -34,6 +34,9 @@ async function guarded(run) {
   }
 }
 
+/** Of all images: the memory of a canvas is freed late. */
+const canvas = new OffscreenCanvas(1, 1);
+
 /** @param {Blob | ImageData} source @returns {Promise<ImageData>} */
 async function decoded(source) {
   if (source instanceof ImageData) return source;
@@ -47,7 +50,8 @@ async function decoded(source) {
   const { width, height } = bitmap;
   try {
     if (width * height > MAX_PIXELS) throw new UnusableImage("more than 67 million pixels");
-    const context = /** @type {OffscreenCanvasRenderingContext2D} */ (new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true }));
+    [canvas.width, canvas.height] = [width, height];
+    const context = /** @type {OffscreenCanvasRenderingContext2D} */ (canvas.getContext("2d", { willReadFrequently: true }));
     context.drawImage(bitmap, 0, 0);
     return context.getImageData(0, 0, width, height);
   } finally {

@@ -48,10 +48,10 @@ export function frameOf(video, canvas) {
 /**
  * Return the frame that a video shows as an image file, null before the first one.
  * @param {HTMLVideoElement} video
+ * @param {OffscreenCanvas} canvas reused between frames
  * @returns {Promise<Blob | null>}
  */
-export async function photographOf(video) {
-  const canvas = new OffscreenCanvas(1, 1);
+export async function photographOf(video, canvas) {
   return draw(video, canvas) ? canvas.convertToBlob({ type: "image/jpeg", quality: JPEG_QUALITY }) : null;
 }
 

@@ -1,7 +1,7 @@
 // @ts-check
 /** The fleet's head on the camera's frames. */
 
-import { html, useEffect, useRef, useState } from "../vendor/standalone.module.js";
+import { html, useEffect, useState } from "../vendor/standalone.module.js";
 import { frameOf } from "./camera.js";
 import { Notice } from "./notices.js";
 import { count, percent, reasonOf, t } from "./texts.js";
@@ -17,7 +17,7 @@ const PAUSE_MS = 20;
 /** @param {{device: Device, state: DeviceState}} props */
 export function Recognize({ device, state }) {
   const [video, setVideo] = useState(/** @type {HTMLVideoElement | null} */ (null));
-  const canvas = useRef(/** @type {OffscreenCanvas | null} */ (null));
+  const [canvas] = useState(() => new OffscreenCanvas(1, 1));
   const [answer, setAnswer] = useState(/** @type {(Answer & {rate: number}) | null} */ (null));
   const [problem, setProblem] = useState("");
   const hasHead = Boolean(state.head);
@@ -26,10 +26,9 @@ export function Recognize({ device, state }) {
     if (!video || !hasHead) return undefined;
     let isOver = false;
     let rate = 0;
-    canvas.current ??= new OffscreenCanvas(1, 1);
     const next = async () => {
       const began = performance.now();
-      const frame = canvas.current && frameOf(video, canvas.current);
+      const frame = frameOf(video, canvas);
       try {
         const found = frame && (await device.classify(frame));
         if (isOver) return;

@@ -17,6 +17,7 @@ const BURST_MS = 300;
 /** @param {{device: Device, state: DeviceState}} props */
 export function Teach({ device, state }) {
   const video = useRef(/** @type {HTMLVideoElement | null} */ (null));
+  const [canvas] = useState(() => new OffscreenCanvas(1, 1));
   const [last, setLast] = useState(/** @type {{id: string, label: string} | null} */ (null));
   const [problem, setProblem] = useState("");
   const [flash, setFlash] = useState(0);
@@ -38,7 +39,7 @@ export function Teach({ device, state }) {
   /** @param {string} label */
   async function take(label) {
     if (!video.current) return;
-    const blob = await photographOf(video.current);
+    const blob = await photographOf(video.current, canvas);
     if (!blob) return;
     setFlash((number) => number + 1);
     await add(label, blob, "camera");
