@@ -10,7 +10,7 @@ import { adjusted, bestOf, choosePrior, labelShares, WINDOW } from "../core/prio
  * @property {string[]} classes
  * @property {Float32Array} probabilities with the prior
  * @property {number} best index of the most probable class
- * @property {"known" | "unsure"} state `unsure`: the head has seen nothing like it
+ * @property {"known" | "unrecognized"} state `unrecognized`: the head has seen nothing like it
  */
 /** @typedef {{id: string, label: string, best: string, score: number, kind: "label" | "unknown"}} Suspicion */
 
@@ -40,11 +40,11 @@ export class Classifier {
     const counts = classes.map((label) => labeled.filter((each) => each.label === label).length);
     const shares = isKnown ? choosePrior(this.#newest, labelShares(counts)) : null;
     const with_prior = adjusted(probabilities, shares);
-    return { classes, probabilities: with_prior, best: bestOf(with_prior), state: isKnown ? "known" : "unsure" };
+    return { classes, probabilities: with_prior, best: bestOf(with_prior), state: isKnown ? "known" : "unrecognized" };
   }
 
   /**
-   * Return the images whose labels a person should check, most suspicious first of each kind.
+   * Return the images whose labels a person should check, most suspicious first of each kind, of learned classes.
    * @param {StoredImage[]} images of the head's classes
    * @param {Map<string, Float32Array>} byImage their features
    * @returns {Promise<Suspicion[]>}
@@ -61,7 +61,10 @@ export class Classifier {
       const score = isKnown ? probabilities[best] - probabilities[classes.indexOf(label)] : novelty;
       return { id, label, best: classes[best], score: score ?? 0, kind: isKnown ? /** @type {const} */ ("label") : /** @type {const} */ ("unknown") };
     });
-    return found.filter(({ score, kind }) => kind === "unknown" || score > 0)
+    const suspects = found.filter(({ score, kind }) => kind === "unknown" || score > 0);
+    // A head that has not learned a class recognizes few of its images.
+    const isLearned = (/** @type {string} */ name) => 2 * suspects.filter(({ label }) => label === name).length < found.filter(({ label }) => label === name).length;
+    return suspects.filter(({ label }) => isLearned(label))
       .sort((a, b) => a.kind.localeCompare(b.kind) || b.score - a.score);
   }
 }

@@ -254,11 +254,11 @@ export class Device {
 
   /** @param {Parameters<import("./session.js").Parts["onChange"]>[0]} change */
   async #changed({ groups = [], heads, isFull }) {
-    const known = this.#known;
     if (heads) {
       this.#classifier = new Classifier(this.#features, heads.installed);
       await this.#features.keep([heads.installed, heads.previous].flatMap((each) => (each ? [each.head, each.backbone] : [])));
     }
+    const known = this.#known; // after the wait, in which groups may have been made
     this.#change({
       groups: groups.length ? [...known.groups, ...groups] : known.groups,
       heads: heads ?? known.heads,

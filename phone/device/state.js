@@ -16,10 +16,10 @@ import { currentHead, unsupportedReason } from "./machine.js";
  * @property {"" | import("./machine.js").Unsupported} unsupported why this device does not take part in the task
  * @property {{version: number, classes: string[]} | null} head the head in use
  * @property {{kind: "backbone" | "head", done_bytes: number, total_bytes: number} | null} download
- * @property {{id: string, label: string, time_s: number, origin: "camera" | "file", held_out: boolean, uploaded: boolean}[]} images
- *   `uploaded` ones are in a prototype that leaves the phone or has left it
+ * @property {{id: string, label: string, time_s: number, origin: "camera" | "file", held_out: boolean, averaged_with: number | null}[]} images
+ *   `averaged_with`: other images of the same group, which count no longer without this one; null if it is in no group
  * @property {Record<string, number>} missing images that each class needs until the next upload, at least; 0 if the next upload has more of it
- * @property {{state: "none" | "building" | "waiting" | "sending" | "received" | "refused", sent_bytes: number, total_bytes: number, reason: string}} upload
+ * @property {{state: "none" | "due" | "building" | "waiting" | "sending" | "received" | "refused", sent_bytes: number, total_bytes: number, reason: string}} upload
  * @property {{time_s: number, kind: "submission" | "evaluation", bytes: number, prototypes: number, images: number}[]} left newest first
  * @property {{bytes: number, messages: number}} left_total
  * @property {{persistent: boolean, full: boolean}} storage without persistence, only images of the camera are taken
@@ -45,13 +45,14 @@ import { currentHead, unsupportedReason } from "./machine.js";
  */
 /** @typedef {{state: import("./machine.js").State, closed: string, buildProblem: string, isAggregatorOnline: boolean | null}} InFleet */
 
-/** @param {InFleet | null} session @returns {DeviceState["upload"]} */
-function uploadOf(session) {
+/** @param {InFleet | null} session @param {boolean} hasMore images than the last build @returns {DeviceState["upload"]} */
+function uploadOf(session, hasMore) {
   const none = { state: /** @type {const} */ ("none"), sent_bytes: 0, total_bytes: 0, reason: "" };
   if (!session) return none;
-  const { uploads, building, received, connected } = session.state;
+  const { uploads, building, received, connected, buildDueS, task } = session.state;
   const [upload] = uploads;
   if (!upload && building) return { ...none, state: "building" };
+  if (!upload && task && hasMore && buildDueS < Infinity) return { ...none, state: "due" };
   if (!upload) return received ? { ...none, state: "received", sent_bytes: received.size_bytes, total_bytes: received.size_bytes } : none;
   const total = upload.item.size_bytes;
   const left = (upload.ranges.length ? upload.ranges : upload.sent ? [] : [[0, total]]).reduce((sum, [start, stop]) => sum + stop - start, 0);
@@ -90,10 +91,11 @@ export function deviceState(known, session) {
   const task = machine?.task?.manifest;
   const unsupported = task ? unsupportedReason(task) : "";
   const held = heldOutImages(images, groups);
-  const grouped = new Set(groups.flatMap((group) => group.images));
+  const others = new Map(groups.flatMap((group) => group.images.map((id) => [id, group.images.length - 1])));
   const download = machine?.download;
   const isBackbone = task?.backbones.some(({ name, size_bytes }) => name === download?.blob.name && size_bytes === download?.blob.size_bytes);
   const installed = heads?.installed;
+  const reports = task && !unsupported ? classReports(task, images, groups) : [];
   /** @type {DeviceState} */
   const state = {
     phase,
@@ -105,9 +107,9 @@ export function deviceState(known, session) {
     unsupported,
     head: installed ? { version: installed.version, classes: installed.classes } : null,
     download: download ? { kind: isBackbone ? /** @type {const} */ ("backbone") : /** @type {const} */ ("head"), done_bytes: download.offset, total_bytes: download.blob.size_bytes } : null,
-    images: images.map((image) => ({ ...image, held_out: held.has(image.id), uploaded: grouped.has(image.id) })),
-    missing: task && !unsupported ? Object.fromEntries(classReports(task, images, groups).map(({ label, missing }) => [label, missing])) : {},
-    upload: uploadOf(session),
+    images: images.map((image) => ({ ...image, held_out: held.has(image.id), averaged_with: others.get(image.id) ?? null })),
+    missing: Object.fromEntries(reports.map(({ label, missing }) => [label, missing])),
+    upload: uploadOf(session, reports.some(({ missing }) => missing === 0)),
     left: [...left].sort((a, b) => b.time_s - a.time_s).map(({ time_s, kind, bytes, prototypes, images: count }) => ({ time_s, kind, bytes, prototypes, images: count })),
     left_total: { bytes: left.reduce((sum, { bytes }) => sum + bytes, 0), messages: left.length },
     storage,

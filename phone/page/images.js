@@ -8,16 +8,17 @@ import { count, t, time } from "./texts.js";
 /** @typedef {import("./app.js").Device} Device */
 /** @typedef {import("./app.js").DeviceState} DeviceState */
 /** @typedef {DeviceState["images"][number]} Image */
+/** @typedef {ReadonlyMap<string, string>} Suspects the class that an image resembles, empty if it is none; by its id */
 
 const SHOWN = 60;
 
 /** @param {{device: Device, state: DeviceState}} props */
 export function Images({ device, state }) {
   const [opened, setOpened] = useState(/** @type {string | null} */ (null));
-  const [suspects, setSuspects] = useState(/** @type {ReadonlySet<string>} */ (new Set()));
+  const [suspects, setSuspects] = useState(/** @type {Suspects} */ (new Map()));
   useEffect(() => {
     let isOver = false;
-    device.suspicious().then((found) => isOver || setSuspects(new Set(found.map(({ id }) => id))));
+    device.suspicious().then((found) => isOver || setSuspects(new Map(found.map(({ id, kind, best }) => [id, kind === "label" ? best : ""]))));
     return () => void (isOver = true);
   }, [state.images.length, state.head?.version]);
 
@@ -30,10 +31,10 @@ export function Images({ device, state }) {
       images.sort((a, b) => Number(suspects.has(b.id)) - Number(suspects.has(a.id)) || b.time_s - a.time_s);
       return images.length > 0 && html`<${Gallery} key=${name} device=${device} name=${name} images=${images} suspects=${suspects} open=${setOpened} />`;
     })}
-    ${image && html`<${Details} key=${image.id} device=${device} image=${image} classes=${classes} close=${() => setOpened(null)} />`}`;
+    ${image && html`<${Details} key=${image.id} device=${device} image=${image} resembles=${suspects.get(image.id)} classes=${classes} close=${() => setOpened(null)} />`}`;
 }
 
-/** @param {{device: Device, name: string, images: Image[], suspects: ReadonlySet<string>, open: (id: string) => void}} props */
+/** @param {{device: Device, name: string, images: Image[], suspects: Suspects, open: (id: string) => void}} props */
 function Gallery({ device, name, images, suspects, open }) {
   const [shown, setShown] = useState(SHOWN);
   return html`<section>
@@ -70,8 +71,8 @@ function Photograph({ device, id, label }) {
   return html`<img src=${url || undefined} alt=${label} loading="lazy" />`;
 }
 
-/** @param {{device: Device, image: Image, classes: readonly string[], close: () => void}} props */
-function Details({ device, image, classes, close }) {
+/** @param {{device: Device, image: Image, resembles: string | undefined, classes: readonly string[], close: () => void}} props */
+function Details({ device, image, resembles, classes, close }) {
   const dialog = useRef(/** @type {HTMLDialogElement | null} */ (null));
   useEffect(() => dialog.current?.showModal(), []);
   const { label: name } = image;
@@ -81,6 +82,7 @@ function Details({ device, image, classes, close }) {
   }
   return html`<dialog ref=${dialog} onClose=${close} aria-label=${t("open_image", { label: name, time: time(image.time_s) })}>
     <${Photograph} device=${device} id=${image.id} label=${name} />
+    ${resembles !== undefined && html`<p class="small">${resembles ? t("resembles", { label: resembles }) : t("resembles_none")}</p>`}
     <p class="quiet small">${time(image.time_s)}${image.held_out && ` · ${t("held_out")}`}</p>
     <label>
       ${t("change_class")}
@@ -88,7 +90,7 @@ function Details({ device, image, classes, close }) {
         ${classes.map((each) => html`<option value=${each}>${each}</option>`)}
       </select>
     </label>
-    ${image.uploaded && html`<p class="quiet small">${t("delete_note")}</p>`}
+    ${image.averaged_with !== null && html`<p class="quiet small">${t("averaged_with", { count: image.averaged_with })}</p>`}
     <div class="row">
       <button type="button" class="danger" onClick=${remove}>${t("delete")}</button>
       <button type="button" onClick=${() => dialog.current?.close()}>${t("close")}</button>

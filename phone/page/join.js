@@ -33,11 +33,14 @@ export function Join({ device }) {
   const [isBusy, setBusy] = useState(false);
   const found = linkOf(link);
   const name = found?.name || own;
+  const isElsewhere = found && found.origin !== location.origin;
+  const buttonText = isElsewhere ? t("join_elsewhere", { host: new URL(found.origin).host }) : t(isBusy ? "joining" : "join_button");
 
   /** @param {Event} event */
   async function join(event) {
     event.preventDefault();
     if (!found) return setProblem(t("join_link"));
+    if (found.origin !== location.origin) return location.assign(link);
     setBusy(true);
     setProblem("");
     try {
@@ -60,12 +63,12 @@ export function Join({ device }) {
       }
       <label
         >${t("name")}
-        <input type="text" required pattern=${NAME} autocomplete="off" autocapitalize="off" spellcheck="false" readonly=${Boolean(found?.name)} value=${name} aria-describedby="name-rule"
+        <input type="text" required pattern=${NAME} title=${t("name_rule")} autocomplete="off" autocapitalize="off" spellcheck="false" readonly=${Boolean(found?.name)} value=${name} aria-describedby="name-rule"
           onInput=${(/** @type {any} */ event) => setName(event.target.value)} />
       </label>
       <p class="quiet small" id="name-rule">${t("name_rule")}</p>
       ${problem && html`<${Notice} kind="bad" text=${problem} />`}
-      <button class="primary wide" disabled=${isBusy || !found}>${isBusy ? t("joining") : t("join_button")}</button>
+      <button class="primary wide" disabled=${isBusy}>${buttonText}</button>
     </form>
   </section>`;
 }

@@ -15,7 +15,7 @@ export function Notices({ state }) {
   return html`<div>
     ${problem && html`<${Notice} kind="bad" text=${t(problem.key, { detail: problem.detail })} />`}
     ${unsupported && html`<${Notice} kind="bad" text=${t(unsupported)} />`}
-    ${!task && !problem && html`<${Notice} kind="warn" text=${t("no_task")} />`}
+    ${!task && !problem && html`<${Notice} kind="warn" text=${t(state.connection === "online" ? "no_task" : "connecting")} />`}
     ${download && html`<${Notice} kind="warn" text=${t("loading", { percent: percent(download.done_bytes / Math.max(1, download.total_bytes)) })} />`}
   </div>`;
 }

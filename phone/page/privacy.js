@@ -21,11 +21,12 @@ export function Privacy({ device, state }) {
   return html`<section>
       <h2>${t("left_title")}</h2>
       <dl>
-        <dt>${t("left_bytes")}</dt><dd>${count(state.left_total.bytes)} ${t("bytes")}</dd>
+        <dt>${t("left_bytes")}</dt><dd>${t("bytes_of", { count: count(state.left_total.bytes) })}</dd>
         <dt>${t("left_images")}</dt><dd>${count(submissions[0]?.images ?? 0)}</dd>
         <dt>${t("left_kept")}</dt><dd>${count(state.images.length)}</dd>
       </dl>
       <p role="status" class="small">${uploadText(state.upload)}</p>
+      ${submissions.length > 0 && html`<p class="quiet small">${t("taken_back")}</p>`}
       ${submissions.length ? html`<${Uploads} submissions=${submissions} />` : html`<p class="quiet">${t("left_none")}</p>`}
     </section>
     <section>

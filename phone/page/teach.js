@@ -16,13 +16,16 @@ const BURST_MS = 300;
 
 /** @param {{device: Device, state: DeviceState}} props */
 export function Teach({ device, state }) {
-  const video = useRef(/** @type {HTMLVideoElement | null} */ (null));
+  const [video, setVideo] = useState(/** @type {HTMLVideoElement | null} */ (null));
   const [canvas] = useState(() => new OffscreenCanvas(1, 1));
   const [last, setLast] = useState(/** @type {{id: string, label: string} | null} */ (null));
   const [problem, setProblem] = useState("");
   const [flash, setFlash] = useState(0);
   const { task } = state;
   if (!task) return null;
+  /** @type {Map<string, number>} */
+  const counts = new Map();
+  for (const { label } of state.images) counts.set(label, (counts.get(label) ?? 0) + 1);
 
   /** @param {string} label @param {Blob} blob @param {"camera" | "file"} origin */
   async function add(label, blob, origin) {
@@ -38,8 +41,8 @@ export function Teach({ device, state }) {
 
   /** @param {string} label */
   async function take(label) {
-    if (!video.current) return;
-    const blob = await photographOf(video.current, canvas);
+    if (!video) return;
+    const blob = await photographOf(video, canvas);
     if (!blob) return;
     setFlash((number) => number + 1);
     await add(label, blob, "camera");
@@ -50,7 +53,7 @@ export function Teach({ device, state }) {
     setLast(null);
   }
 
-  return html`<${Viewfinder} onVideo=${(/** @type {HTMLVideoElement | null} */ shown) => (video.current = shown)}>
+  return html`<${Viewfinder} onVideo=${setVideo}>
       ${flash > 0 && html`<div class="flash" key=${flash}></div>`}
     <//>
     ${problem && html`<${Notice} kind="bad" text=${problem} />`}
@@ -60,7 +63,9 @@ export function Teach({ device, state }) {
     </div>
     <ul class="classes">
       ${task.classes.map(
-        (name) => html`<li key=${name}><${ClassButton} name=${name} missing=${state.missing[name] ?? 0} take=${() => take(name)} /></li>`,
+        (name) => html`<li key=${name}>
+          <${ClassButton} name=${name} images=${counts.get(name) ?? 0} missing=${state.missing[name] ?? 0} take=${video && (() => take(name))} />
+        </li>`,
       )}
     </ul>
     ${
@@ -70,8 +75,11 @@ export function Teach({ device, state }) {
     }`;
 }
 
-/** One tap takes an image, holding takes several. @param {{name: string, missing: number, take: () => Promise<void>}} props */
-function ClassButton({ name, missing, take }) {
+/**
+ * One tap takes an image, holding takes several; without a camera, `take` is null.
+ * @param {{name: string, images: number, missing: number, take: (() => Promise<void>) | null}} props
+ */
+function ClassButton({ name, images, missing, take }) {
   const timer = useRef(0);
   const isBurst = useRef(false);
 
@@ -84,7 +92,7 @@ function ClassButton({ name, missing, take }) {
   async function burst() {
     isBurst.current = true;
     const mine = timer.current;
-    await take();
+    await take?.();
     if (timer.current === mine) timer.current = setTimeout(burst, BURST_MS);
   }
   function press() {
@@ -93,12 +101,12 @@ function ClassButton({ name, missing, take }) {
   }
   function tap() {
     stop();
-    if (!isBurst.current) take();
+    if (!isBurst.current) take?.();
     isBurst.current = false;
   }
-  return html`<button type="button" onPointerDown=${press} onPointerUp=${stop} onPointerLeave=${stop} onPointerCancel=${stop} onClick=${tap} onContextMenu=${(/** @type {Event} */ event) => event.preventDefault()}>
+  return html`<button type="button" disabled=${!take} onPointerDown=${press} onPointerUp=${stop} onPointerLeave=${stop} onPointerCancel=${stop} onClick=${tap} onContextMenu=${(/** @type {Event} */ event) => event.preventDefault()}>
     <strong>${name}</strong>
-    <span class="missing">${missing > 0 ? t("missing", { count: missing }) : t("enough")}</span>
+    <span class="missing">${images > 0 && `${t("images_taken", { count: images })} · `}${missing > 0 ? t("missing", { count: missing }) : t("enough")}</span>
   </button>`;
 }
 

@@ -45,7 +45,7 @@ export function Viewfinder({ onVideo, children }) {
     };
   }, [facing, isVisible]);
 
-  return html`<div>
+  return html`<div class="viewfinder">
     <div class="camera" hidden=${Boolean(problem)}>
       <video ref=${video} playsinline muted aria-label=${t("camera_view")}></video>
       ${children}

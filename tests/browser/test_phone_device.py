@@ -110,9 +110,9 @@ def test_device_trains_and_answers_as_python(
     phone.wait("state.upload.state === 'received'")
     state = phone.state
     (left,) = state["left"]
-    assert left["images"] == sum(each["uploaded"] for each in state["images"]) == 80
+    assert left["images"] == sum(each["averaged_with"] is not None for each in state["images"]) == 80
     assert sum(each["held_out"] for each in state["images"]) == 20
-    assert not any(each["uploaded"] and each["held_out"] for each in state["images"])
+    assert not any(each["averaged_with"] is not None and each["held_out"] for each in state["images"])
 
     data = write_digits(tmp_path / "shed", classes=[4, 5, 6, 7, 8, 9], each=20)
     fleet.start_device("shed-2", data, "--fleet", "orchard")
@@ -165,7 +165,7 @@ def test_upload_resumes_after_the_tab_was_killed(
     phone.wait("state.upload.state === 'received'")
     after = phone.state
     assert after["images"] == before["images"]
-    assert any(each["uploaded"] for each in after["images"])
+    assert any(each["averaged_with"] is not None for each in after["images"])
     assert submissions(after) == submissions(before)
     fleet.wait_for_log("aggregator", "submission accepted device=phone-2")
     assert fleet.log("aggregator").count("submission accepted device=phone-2") == 1
