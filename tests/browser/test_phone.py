@@ -94,12 +94,16 @@ def teach(page: PhonePage, name: str) -> None:
 
 
 def works_without_a_network(page: PhonePage, name: str) -> None:
-    """A service worker has the page; the outbox waits."""
+    """A service worker has the page, and the store all that the page showed before."""
     page.server_stops = True
+    page.show("Teach")
+    missing = page.page.get_by_role("button", name=name).inner_text()
+    assert "until the next upload" in missing  # all that were there are uploaded
     page.wait("navigator.serviceWorker.controller !== null")
     page.context.set_offline(True)
     page.page.reload()
     page.wait_for_text("header .chip", "offline")
+    assert page.page.get_by_role("button", name=name).inner_text() == missing
     page.recognizes(name)
     page.context.set_offline(False)
     page.is_connected()
@@ -149,6 +153,38 @@ def test_camera_that_is_denied_is_explained(browser: "Browser", open_fleet: tupl
     page = PhonePage(browser, open_fleet[1], permissions=[])
     page.join()
     page.wait_for_text("[role=alert]", "The camera is not allowed")
+    assert page.page.get_by_role("button", name="flower").is_disabled()
+    page.close()
+
+
+def test_link_that_is_not_whole_or_of_another_server(
+    browser: "Browser", open_fleet: tuple[Fleet, str]
+) -> None:
+    address, _, fields = open_fleet[1].partition("#")
+    page = PhonePage(browser, address)
+    link = page.page.get_by_label("Link")
+    link.fill(open_fleet[1][:-1])
+    page.page.get_by_role("button", name="Join").click()
+    page.wait_for_text("[role=alert]", "This is no whole link")
+    link.fill(f"{address.replace('127.0.0.1', 'localhost')}#{fields}")
+    page.page.get_by_role("button", name="Continue at localhost").click()
+    page.wait_for_text("h2", "Join the fleet default")
+    assert page.page.url.startswith("http://localhost:")
+    page.close()
+
+
+def test_camera_and_classes_are_visible_together_on_a_phone_on_its_side(
+    browser: "Browser", open_fleet: tuple[Fleet, str]
+) -> None:
+    page = PhonePage(browser, open_fleet[1], viewport={"width": 844, "height": 390})
+    page.join()
+    page.page.get_by_role("button", name="flower").wait_for()
+    bars = page.page.get_by_role("navigation").bounding_box()
+    for shown in (page.page.locator("video"), page.page.get_by_role("button", name="flower")):
+        box = shown.bounding_box()
+        assert box is not None
+        assert bars is not None
+        assert box["y"] + box["height"] <= bars["y"] + 1
     page.close()
 
 
