@@ -4,7 +4,7 @@
 import { JoinError, readLink } from "../device/membership.js";
 import { html, useState } from "../vendor/standalone.module.js";
 import { Notice } from "./notices.js";
-import { reasonOf, t } from "./texts.js";
+import { hasText, reasonOf, t } from "./texts.js";
 
 /** @typedef {import("./app.js").Device} Device */
 
@@ -17,6 +17,12 @@ function linkOf(text) {
   } catch {
     return null;
   }
+}
+
+/** @param {JoinError} error */
+function joinProblem({ key, reason, message }) {
+  const words = `join_${reason || key}`;
+  return t(hasText(words) ? words : `join_${key}`, { detail: message });
 }
 
 function randomName() {
@@ -47,7 +53,7 @@ export function Join({ device }) {
       await device.join(link, name);
       history.replaceState(null, "", "./"); // the secret is used
     } catch (error) {
-      setProblem(error instanceof JoinError ? t(`join_${error.key}`, { detail: error.message }) : reasonOf(error));
+      setProblem(error instanceof JoinError ? joinProblem(error) : reasonOf(error));
     }
     setBusy(false);
   }

@@ -35,6 +35,12 @@ const ENGLISH = {
   join_name: "This name is not allowed: 1 to 64 letters, digits, - or _.",
   join_offline: "The fleet's server does not answer. Check the network, and try again.",
   join_refused: "The fleet's server refused: {detail}",
+  join_link_spent: "This link has expired, was used, or is not whole. Ask for a new one.",
+  join_link_damaged: "This link is damaged: copy all of it, or ask for a new one.",
+  join_link_for_another_name: "This link is for another name. Open it again.",
+  join_name_taken: "Another device of the fleet has this name. Choose another one.",
+  join_fleet_full: "The fleet has as many devices as its operator allows.",
+  join_too_many: "Too many devices join at this moment. Try again in a minute.",
   join_answer: "The answer is not from the fleet that the link names. Ask for a new link.",
 
   // Camera
@@ -171,6 +177,12 @@ const GERMAN = {
   join_name: "Dieser Name ist nicht erlaubt: 1 bis 64 Buchstaben (a–z), Ziffern, - oder _.",
   join_offline: "Der Server der Flotte antwortet nicht. Prüfe das Netz und versuche es noch einmal.",
   join_refused: "Der Server der Flotte hat abgelehnt: {detail}",
+  join_link_spent: "Dieser Link ist abgelaufen, benutzt oder nicht vollständig. Frage nach einem neuen.",
+  join_link_damaged: "Dieser Link ist beschädigt: Kopiere ihn ganz oder frage nach einem neuen.",
+  join_link_for_another_name: "Dieser Link gilt für einen anderen Namen. Öffne ihn noch einmal.",
+  join_name_taken: "Ein anderes Gerät der Flotte hat diesen Namen. Wähle einen anderen.",
+  join_fleet_full: "Die Flotte hat so viele Geräte, wie ihr Betreiber erlaubt.",
+  join_too_many: "Gerade treten zu viele Geräte bei. Versuche es in einer Minute wieder.",
   join_answer: "Die Antwort kommt nicht von der Flotte des Links. Frage nach einem neuen Link.",
 
   camera_denied: "Die Kamera ist nicht erlaubt. Erlaube sie in den Einstellungen des Browsers für diese Seite und lade die Seite neu.",
@@ -279,6 +291,9 @@ const TEXTS = { en: ENGLISH, de: GERMAN };
 
 /** @type {Record<Language, Record<string, unknown>>} for tests: both have the same keys */
 export const ALL = TEXTS;
+
+/** @param {string} key @returns {key is Key} */
+export const hasText = (key) => key in ENGLISH;
 
 /** @param {string} text @param {Record<string, string | number>} values */
 const fill = (text, values) => text.replace(/\{(\w+)\}/g, (_, name) => String(values[name]));
