@@ -13,8 +13,8 @@ help:             ## list the targets
 demo: $(DEMO_INSTALLED)    ## train one classifier on ten devices, with a broker and an aggregator
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m examples.quickstart $(DEMO)
 
-# Four processes on any machine: tests wait for brokers and programs more than they compute.
-PROCESSES ?= 4
+# Six processes on any machine: tests wait for brokers and programs more than they compute.
+PROCESSES ?= 6
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile
 
 test: .venv/installed      ## run every test, or with TESTS=tests/unit/protocol a part

@@ -11,7 +11,7 @@ from aggregator.http.page_folders import page_folder
 from tests.browser.pages import CHROMIUM, DashboardPage
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Playwright
 
 OpenPage = Callable[..., DashboardPage]
 
@@ -36,17 +36,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def browser() -> "Iterator[Browser]":
-    """Debian's Chromium. `attacker.example` is this machine, as an attacker's DNS server could answer."""
+def playwright() -> "Iterator[Playwright]":
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=shutil.which(CHROMIUM),
-            args=["--no-sandbox", "--host-resolver-rules=MAP attacker.example 127.0.0.1"],
-        )
-        yield browser
-        browser.close()
+        yield playwright
+
+
+@pytest.fixture(scope="session")
+def browser(playwright: "Playwright") -> "Iterator[Browser]":
+    """Debian's Chromium. `attacker.example` is this machine, as an attacker's DNS server could answer."""
+    browser = playwright.chromium.launch(
+        executable_path=shutil.which(CHROMIUM),
+        args=["--no-sandbox", "--host-resolver-rules=MAP attacker.example 127.0.0.1"],
+    )
+    yield browser
+    browser.close()
 
 
 @pytest.fixture

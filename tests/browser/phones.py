@@ -107,7 +107,7 @@ class PhonePage(DashboardPage):
 
     def teach(self, name: str, count: int = 0, *, until: str = "") -> None:
         """Take images of a class, most of them of different photographs; with `until`, until the page has a text."""
-        button = self.page.get_by_role("button", name=name)
+        button = self.page.locator(".classes button", has_text=name)
         wanted = self.page.get_by_text(until).first
         for _ in range(MOST_TAKEN if until else count):
             button.click()

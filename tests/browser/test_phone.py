@@ -26,14 +26,6 @@ SCREENSHOTS = Path(os.environ["PROTOFLEET_SCREENSHOTS"]) if "PROTOFLEET_SCREENSH
 TAKEN = 10
 
 
-@pytest.fixture(scope="module")
-def playwright() -> "Iterator[Playwright]":
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        yield playwright
-
-
 @pytest.mark.timeout(600)
 def test_phones_and_boxes_train_one_head(playwright: "Playwright", tmp_path: Path) -> None:
     """Each phone shows one class only. It recognizes that of another phone, also without a network."""
@@ -97,13 +89,13 @@ def works_without_a_network(page: PhonePage, name: str) -> None:
     """A service worker has the page, and the store all that the page showed before."""
     page.server_stops = True
     page.show("Teach")
-    missing = page.page.get_by_role("button", name=name).inner_text()
+    missing = page.page.locator(".classes button", has_text=name).inner_text()
     assert "until the next upload" in missing  # all that were there are uploaded
     page.wait("navigator.serviceWorker.controller !== null")
     page.context.set_offline(True)
     page.page.reload()
     page.wait_for_text("header .chip", "offline")
-    assert page.page.get_by_role("button", name=name).inner_text() == missing
+    assert page.page.locator(".classes button", has_text=name).inner_text() == missing
     page.recognizes(name)
     page.context.set_offline(False)
     page.is_connected()
@@ -143,14 +135,14 @@ def open_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Fleet
 
 
 @pytest.fixture(scope="module")
-def browser(playwright: "Playwright", tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Browser]":
+def camera(playwright: "Playwright", tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Browser]":
     film = tmp_path_factory.mktemp("film") / "film.mjpeg"
     with phone(playwright, write_film(film, photographs("flower", count=30, seed=1))) as browser:
         yield browser
 
 
-def test_camera_that_is_denied_is_explained(browser: "Browser", open_fleet: tuple[Fleet, str]) -> None:
-    page = PhonePage(browser, open_fleet[1], permissions=[])
+def test_camera_that_is_denied_is_explained(camera: "Browser", open_fleet: tuple[Fleet, str]) -> None:
+    page = PhonePage(camera, open_fleet[1], permissions=[])
     page.join()
     page.wait_for_text("[role=alert]", "The camera is not allowed")
     assert page.page.get_by_role("button", name="flower").is_disabled()
@@ -158,10 +150,10 @@ def test_camera_that_is_denied_is_explained(browser: "Browser", open_fleet: tupl
 
 
 def test_link_that_is_not_whole_or_of_another_server(
-    browser: "Browser", open_fleet: tuple[Fleet, str]
+    camera: "Browser", open_fleet: tuple[Fleet, str]
 ) -> None:
     address, _, fields = open_fleet[1].partition("#")
-    page = PhonePage(browser, address)
+    page = PhonePage(camera, address)
     link = page.page.get_by_label("Link")
     link.fill(open_fleet[1][:-1])
     page.page.get_by_role("button", name="Join").click()
@@ -174,9 +166,9 @@ def test_link_that_is_not_whole_or_of_another_server(
 
 
 def test_camera_and_classes_are_visible_together_on_a_phone_on_its_side(
-    browser: "Browser", open_fleet: tuple[Fleet, str]
+    camera: "Browser", open_fleet: tuple[Fleet, str]
 ) -> None:
-    page = PhonePage(browser, open_fleet[1], viewport={"width": 844, "height": 390})
+    page = PhonePage(camera, open_fleet[1], viewport={"width": 844, "height": 390})
     page.join()
     page.page.get_by_role("button", name="flower").wait_for()
     bars = page.page.get_by_role("navigation").bounding_box()
@@ -188,9 +180,9 @@ def test_camera_and_classes_are_visible_together_on_a_phone_on_its_side(
     page.close()
 
 
-def test_one_tab_is_the_device(browser: "Browser", open_fleet: tuple[Fleet, str]) -> None:
+def test_one_tab_is_the_device(camera: "Browser", open_fleet: tuple[Fleet, str]) -> None:
     """The other one waits, and continues when the first one is closed."""
-    page = PhonePage(browser, open_fleet[1])
+    page = PhonePage(camera, open_fleet[1])
     page.join()
     other = page.context.new_page()
     other.goto(page.page.url)
@@ -200,9 +192,9 @@ def test_one_tab_is_the_device(browser: "Browser", open_fleet: tuple[Fleet, str]
     page.close()
 
 
-def test_full_storage_loses_nothing(browser: "Browser", open_fleet: tuple[Fleet, str]) -> None:
+def test_full_storage_loses_nothing(camera: "Browser", open_fleet: tuple[Fleet, str]) -> None:
     """An image that does not fit is not taken, and the page says so until there is room again."""
-    page = PhonePage(browser, open_fleet[1], service_workers="block")
+    page = PhonePage(camera, open_fleet[1], service_workers="block")
     session = page.context.new_cdp_session(page.page)
     session.send("Storage.overrideQuotaForOrigin", {"origin": page.origin, "quotaSize": 300_000})
     page.join()
@@ -244,8 +236,8 @@ def test_files_are_taken_where_the_browser_keeps_them(
         page.get_by_role("heading", name="temple, 4").wait_for()
 
 
-def test_clock_of_another_year_is_explained(browser: "Browser", open_fleet: tuple[Fleet, str]) -> None:
-    page = PhonePage(browser, open_fleet[1])
+def test_clock_of_another_year_is_explained(camera: "Browser", open_fleet: tuple[Fleet, str]) -> None:
+    page = PhonePage(camera, open_fleet[1])
     page.page.clock.set_system_time("2039-01-01")
     page.join()
     page.wait_for_text("[role=alert]", "Check date and time")

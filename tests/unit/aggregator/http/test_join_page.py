@@ -1,6 +1,7 @@
 """The page for phones: which files are served, with which headers, and over which addresses."""
 
 import contextlib
+import gzip
 import json
 import shutil
 from collections.abc import Iterator
@@ -59,6 +60,19 @@ def test_service_worker_gets_every_file_that_it_lists(client: Client) -> None:
     assert not {"sw.js", "files.js", "tests/png.js", "package.json"} & set(listed["files"])
     for name in listed["files"]:
         assert client.get(f"/join/{name.removeprefix('./')}").status == 200, name
+
+
+def test_page_is_small() -> None:
+    """Without ONNX Runtime, at most 250 kB that a server compresses."""
+    folder = page_folder()
+    assert folder is not None
+    listed = json.loads(FileList(PHONE, folder / "vendor").script.split(b" = ")[1].rstrip(b";\n"))["files"]
+    paths = [
+        folder / name if name.startswith("vendor/") else PHONE / name.replace("./", "index.html")
+        for name in listed
+    ]
+    own = [path for path in paths if not path.name.startswith("ort")]
+    assert sum(len(gzip.compress(path.read_bytes())) for path in own) <= 250_000
 
 
 def test_changed_file_is_another_version(tmp_path: Path) -> None:
