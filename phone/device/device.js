@@ -148,10 +148,12 @@ export class Device {
 
   /** @param {string} id */
   async deleteImage(id) {
+    const remove = () => this.#setImages(this.#known.images.filter((each) => each.id !== id));
+    remove(); // from now on, no relabeling and no feature of it is stored
     const features = (await this.#store.keys("features")).filter(([, image]) => image === id);
     await this.#store.write({}, { images: [id], files: [id], features });
     this.#hasRoom();
-    this.#setImages(this.#known.images.filter((each) => each.id !== id));
+    remove(); // it was perhaps added again meanwhile
   }
 
   /** Return the file of an image. @param {string} id @returns {Promise<Blob | null>} */

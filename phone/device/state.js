@@ -101,7 +101,7 @@ export function deviceState(known, session) {
     phase,
     fleet: membership?.fleet ?? null,
     device: membership?.device ?? null,
-    connection: machine?.connected ? "online" : "offline",
+    connection: machine?.connected && !machine.ended ? "online" : "offline",
     aggregator_online: session?.isAggregatorOnline ?? null,
     task: task ? { classes: task.classes, min_images: task.min_images, batch_size: task.batch_size } : null,
     unsupported,

@@ -84,6 +84,7 @@ export class Work {
     if (!file || this.unusable.has(image)) return null;
     try {
       const feature = await this.features.feature(backbone, file.blob);
+      if (!this.collection().images.some(({ id }) => id === image)) return null; // deleted meanwhile
       await this.store.write({ features: [{ backbone, image, feature }] }, {}, "relaxed");
       return feature;
     } catch (error) {

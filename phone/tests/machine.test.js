@@ -2,6 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { QUIET_S, START, step, unsupportedReason } from "../device/machine.js";
+import { deviceState } from "../device/state.js";
 import { unhex } from "./vectors.js";
 import { digestOf, Fleet, itemOf, payloadOf, refOf } from "./fleet.js";
 
@@ -225,4 +226,14 @@ test("without room in the browser nothing is downloaded, and the download contin
   assert.equal(fleet.state.stored.size, 0);
   fleet.event({ type: "full", isFull: false });
   fleet.run(() => fleet.state.received);
+});
+
+test("a device that has ended is not shown as connected", () => {
+  const known = { phase: "member", images: [], groups: [], left: [], storage: {}, problem: null };
+  const shown = (ended) => {
+    const { connection, problem } = deviceState(known, { state: { ...START, connected: true, ended }, closed: "", buildProblem: "" });
+    return [connection, problem?.key];
+  };
+  assert.deepEqual(shown(""), ["online", undefined]);
+  assert.deepEqual(shown("replaced"), ["offline", "replaced"]);
 });

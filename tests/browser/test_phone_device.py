@@ -212,6 +212,51 @@ def test_hostile_backbones_end_in_an_error(surroundings: Surroundings, context: 
     assert run(tiny_backbone()) == 16
 
 
+DELETE = """async () => {
+    const [{ id }] = device.state.images;
+    let isOver = false;
+    const deleted = device.deleteImage(id).then(() => (isOver = true));
+    for (let turn = 1; !isOver; turn += 1) {
+        await device.relabel(id, String(turn % 2));
+        await new Promise((resolve) => setTimeout(resolve));
+    }
+    await deleted;
+    const { Store } = await import("/join/device/store.js");
+    const store = await Store.open();
+    return [await store.keys("images"), await store.keys("files")];
+}"""
+
+COMPUTE = """async ([file, pixels]) => {
+    const { Features } = await import("/join/device/features.js");
+    const { Store } = await import("/join/device/store.js");
+    const { Work } = await import("/join/device/work.js");
+    const blobOf = (text) => new Blob([Uint8Array.from(atob(text), (each) => each.charCodeAt(0))]);
+    const store = await Store.open();
+    const image = { id: "image", label: "0", time_s: 0, origin: "camera" };
+    await store.write({ files: [{ id: "image", blob: blobOf(pixels) }] });
+    let images = [image];
+    const work = new Work(store, new Features(async () => blobOf(file)), () => ({ images, groups: [] }));
+    const computed = work.featuresOf("backbone", [image]);
+    images = [];
+    return [(await computed).size, await store.keys("features")];
+}"""
+
+
+def test_deleted_image_leaves_nothing(surroundings: Surroundings, context: "BrowserContext") -> None:
+    """Neither a relabeling during its deletion stores it again, nor a feature that is computed meanwhile."""
+    phone = PhoneDevice(context, surroundings.origin)
+    given = [base64.b64encode(each).decode() for each in (tiny_backbone(), png(0, 20, 20))]
+    assert phone.page.evaluate(COMPUTE, given) == [0, []]
+    phone.page.evaluate("indexedDB.deleteDatabase('protofleet')")
+    phone.page.reload()
+    phone.open()
+    phone.join(surroundings.link, "phone-3")
+    phone.add([("0", png(0, 20, 20))])
+    phone.wait("state.images.length === 1")
+    assert phone.page.evaluate(DELETE) == [[], []]
+    assert phone.errors == []
+
+
 def test_broker_of_the_demo_answers_each_connection(
     context: "BrowserContext", address: BrokerAddress, tmp_path: Path
 ) -> None:
