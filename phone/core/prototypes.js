@@ -26,13 +26,3 @@ export function quantize(prototypes) {
     step[at] === 0 ? 0 : roundToEven(fround(fround(value - low[at]) / step[at]))));
   return { steps: Uint8Array.from(steps), low, high };
 }
-
-/**
- * Return what an aggregator reads.
- * @param {ReturnType<typeof quantize>} quantized
- * @returns {number[]} (m, L) row by row, of single precision
- */
-export function dequantized({ steps, low, high }) {
-  const step = low.map((least, at) => fround(fround(high[at] - least) / 255));
-  return Array.from(steps, (q, at) => fround(fround(q * step[at % low.length]) + low[at % low.length]));
-}

@@ -1,9 +1,8 @@
 /** An aggregator and a network in memory, with loss, duplicates, delays and restarts, for the state machine. */
 
-import { createHash } from "node:crypto";
-
 import { START, step } from "../device/machine.js";
 import { hex } from "../wire/signatures.js";
+import { digestOf, Reassembly } from "./reassembly.js";
 import { unhex } from "./vectors.js";
 
 /** @param {number} seed @returns {() => number} from 0 to 1 */
@@ -17,8 +16,6 @@ export function random(seed) {
   };
 }
 
-export const digestOf = (data) => createHash("sha256").update(data).digest("hex");
-
 /** @param {string} name @param {number} size */
 export function payloadOf(name, size) {
   const payload = new Uint8Array(size).map((_, at) => (at * 31 + name.length + name.charCodeAt(name.length - 1)) % 251);
@@ -29,28 +26,6 @@ export const itemOf = (kind, { payload, digest }, task, about = "") =>
   ({ digest, size_bytes: payload.length, kind, task, about, received: false });
 
 export const refOf = ({ payload, digest }, name) => ({ digest: unhex(digest), size_bytes: payload.length, name });
-
-/** Frames of a transfer that have arrived, as the aggregator holds them. */
-class Transfer {
-  constructor(size) {
-    this.bytes = new Array(size).fill(null);
-  }
-
-  add(offset, data) {
-    data.forEach((byte, at) => (this.bytes[offset + at] ??= byte));
-  }
-
-  get missing() {
-    const ranges = [];
-    this.bytes.forEach((byte, at) => {
-      const last = ranges.at(-1);
-      if (byte !== null) return;
-      if (last?.[1] === at) last[1] = at + 1;
-      else ranges.push([at, at + 1]);
-    });
-    return ranges.slice(0, 64);
-  }
-}
 
 /** A device and its aggregator. `faults` is the probability of each fault, 0 for none. */
 export class Fleet {
@@ -149,19 +124,19 @@ export class Fleet {
       type: "receipt", receipt: { digest: unhex(digest), missing: [], reason: null, detail: "", sequence: 0, ...receipt },
     }));
     if (!this.accepted.has(digest)) {
-      const transfer = this.transfers.get(digest) ?? new Transfer(size_bytes);
+      const transfer = this.transfers.get(digest) ?? new Reassembly(digest, size_bytes);
       this.transfers.set(digest, transfer);
-      transfer.add(offset, data);
+      transfer.add({ size_bytes, offset, data });
     }
     if (offset + data.length !== size_bytes) return;
-    const missing = this.accepted.has(digest) ? [] : this.transfers.get(digest).missing;
+    const missing = this.accepted.has(digest) ? [] : this.transfers.get(digest).missing.slice(0, 64);
     if (missing.length) return void answer({ status: "missing", missing });
     const reason = this.refuse(item);
     if (reason) {
       this.transfers.delete(digest);
       return void answer({ status: "refused", ...reason });
     }
-    if (!this.accepted.has(digest)) this.accepted.set(digest, Uint8Array.from(this.transfers.get(digest).bytes));
+    if (!this.accepted.has(digest)) this.accepted.set(digest, this.transfers.get(digest).payload);
     answer({ status: "received" });
   }
 

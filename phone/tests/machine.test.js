@@ -4,7 +4,8 @@ import { test } from "node:test";
 import { QUIET_S, START, step, unsupportedReason } from "../device/machine.js";
 import { deviceState } from "../device/state.js";
 import { unhex } from "./vectors.js";
-import { digestOf, Fleet, itemOf, payloadOf, refOf } from "./fleet.js";
+import { Fleet, itemOf, payloadOf, refOf } from "./fleet.js";
+import { digestOf } from "./reassembly.js";
 
 const TASK = digestOf("task");
 const backbone = payloadOf("backbone", 40_000);

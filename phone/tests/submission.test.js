@@ -5,7 +5,8 @@ import { heldOut, heldOutCount } from "../core/holdout.js";
 import { classReports, encodeSubmission, fingerprint, heldOutImages, NoSubmission, prepare } from "../device/submission.js";
 import { encodeEvaluation, encodeRefusal } from "../device/evaluation.js";
 import { decodeMessage } from "../wire/messages.js";
-import { digestOf, random } from "./fleet.js";
+import { random } from "./fleet.js";
+import { digestOf } from "./reassembly.js";
 
 const SIZE = 6;
 const task = (changes = {}) => ({ classes: ["ant", "bee", "wasp"], alpha: 1, batch_size: 5, min_images: 2, columns: undefined, ...changes });

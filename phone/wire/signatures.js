@@ -1,13 +1,9 @@
 // @ts-check
 /** SHA-256, Ed25519, and the bytes that are signed. WebCrypto alone computes. */
 
-import { encode } from "./msgpack.js";
-import { Released } from "./messages.js";
-
 /** @typedef {import("./types.js").Integer} Integer */
 /** @typedef {import("./messages.js").Message<"signed">} Signed */
 /** @typedef {import("./messages.js").Message<"presence">} Presence */
-/** @typedef {import("./messages.js").Message<"privacy_record">} PrivacyRecord */
 /** @typedef {Signed["certificates"][number]} KeyCertificate */
 
 /** @param {Uint8Array} data lower-case */
@@ -55,10 +51,6 @@ export const certificateBytes = (fleet, { number, key, root }) =>
 /** @param {string} topic @param {Omit<Presence, "key" | "signature">} presence */
 export const presenceBytes = (topic, { state, epoch, instance, address }) =>
   joined(`protofleet 1 presence ${topic} ${state} ${epoch} ${hex(instance)} ${address}`);
-
-/** @param {string} topic @param {PrivacyRecord["releases"]} releases */
-export const recordBytes = (topic, releases) =>
-  joined(`protofleet 1 privacy record ${topic}\n`, encode(releases.map(Released.write)));
 
 /** @param {string} fleet @param {string} device @param {Uint8Array} digest @param {number} sizeBytes */
 export const transferBytes = (fleet, device, digest, sizeBytes) =>
@@ -109,14 +101,4 @@ export async function verifyManifest(fleet, channel, signed) {
  */
 export async function verifyPresence(topic, presence, key) {
   return sameBytes(presence.key, key) && verify(key, presence.signature, presenceBytes(topic, presence));
-}
-
-/**
- * Return true if a record is signed with this key.
- * @param {string} topic
- * @param {PrivacyRecord} record
- * @param {Uint8Array} key
- */
-export async function verifyRecord(topic, record, key) {
-  return sameBytes(record.key, key) && verify(key, record.signature, recordBytes(topic, record.releases));
 }

@@ -31,6 +31,15 @@ CLASSIFY = """async (images) => {
 }"""
 
 
+TAKE = """async (files) => {
+    const { Features } = await import("/join/device/features.js");
+    const features = new Features(async () => null);
+    const blobs = files.map((text) => new Blob([Uint8Array.from(atob(text), (each) => each.charCodeAt(0))]));
+    const ids = blobs.map((blob) => features.take(blob).then(({ id }) => id, () => ""));
+    return Promise.all(ids).finally(() => features.end());
+}"""
+
+
 class PhoneDevice:
     """A device in a tab of a browser's context, whose storage outlives the tab."""
 
@@ -40,6 +49,10 @@ class PhoneDevice:
         self.page.on("console", self._log)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.goto(f"{origin}{PLACE}")
+
+    def take(self, files: list[str]) -> list[str]:
+        """Return the ids of image files (base64), empty for those that are refused."""
+        return list(self.page.evaluate(TAKE, files))
 
     def open(self) -> None:
         self.page.evaluate(OPEN)

@@ -2,8 +2,10 @@
 
 import base64
 import contextlib
+import hashlib
 import io
 import itertools
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +96,23 @@ def answers_of_python(fleet: Fleet, files: list[bytes], labels: dict[str, int]) 
         is_known = known is None or bool(known[0])
         rows.append(adjuster.adjust(result.probabilities)[0][0] if is_known else result.probabilities[0])
     return rows
+
+
+def test_browser_decodes_as_python(context: "BrowserContext", tmp_path: Path) -> None:
+    """Every file of the vectors: JPEG, EXIF, gray, palettes, transparency, 16 bits. An image's id is of its pixels."""
+    vectors = json.loads((Path(__file__).parents[2] / "protocol/vectors/preprocessing.json").read_text())
+    with contextlib.closing(started_store(tmp_path)), serving(tmp_path) as (client, _):
+        phone = PhoneDevice(context, client.origin)
+        taken = phone.take([each["file"] for each in vectors["files"]])
+        refused = phone.take([each["file"] for each in vectors["refused"]])
+    expected = {}
+    for each in vectors["files"]:
+        pixels = f"{each['width']} {each['height']} ".encode() + base64.b64decode(each["rgb"])
+        expected[each["name"]] = hashlib.sha256(pixels).hexdigest()
+    assert dict(zip(expected, taken, strict=True)) == expected
+    # A browser has eight bits of sixteen. The size is of a backbone's preprocessing.
+    names = [each["name"] for each, found in zip(vectors["refused"], refused, strict=True) if found]
+    assert names == ["16 bits below a quarter of white", "more than 2^24 pixels after resizing"]
 
 
 def test_device_trains_and_answers_as_python(

@@ -57,7 +57,7 @@ def test_service_worker_gets_every_file_that_it_lists(client: Client) -> None:
     script = client.get("/join/files.js").body.decode()
     listed = json.loads(script.removeprefix("self.FILES = ").removesuffix(";\n"))
     assert {"./", "page/app.js", "style.css", "vendor/mqtt.esm.js"} <= set(listed["files"])
-    assert not {"sw.js", "files.js", "tests/png.js", "package.json"} & set(listed["files"])
+    assert not {"sw.js", "files.js", "tests/vectors.js", "package.json"} & set(listed["files"])
     for name in listed["files"]:
         assert client.get(f"/join/{name.removeprefix('./')}").status == 200, name
 
@@ -88,9 +88,9 @@ def test_changed_file_is_another_version(tmp_path: Path) -> None:
 
 def test_only_the_files_of_the_page_are_served(client: Client) -> None:
     """No test, no configuration, and nothing outside of the folder."""
-    assert (PHONE / "tests" / "png.js").is_file()
+    assert (PHONE / "tests" / "vectors.js").is_file()
     for path in (
-        *("tests/png.js", "package.json", "tsconfig.json", "core", "vendor/", "vendor/LICENSE.mqtt"),
+        *("tests/vectors.js", "package.json", "tsconfig.json", "core", "vendor/", "vendor/LICENSE.mqtt"),
         *("../pyproject.toml", "%2e%2e/dashboard/static/app.js", "vendor/..%2fapp.js", "core%00.js"),
         *("//etc/hostname.js", "..%5c..%5capp.js", "vendor/%2e%2e/%2e%2e/vendor.js"),
     ):
