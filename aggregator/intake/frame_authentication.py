@@ -4,7 +4,7 @@ import functools
 import time
 
 from aggregator.intake.validation import Refused
-from aggregator.storage.device_keys import MAX_PINNED_DEVICES, Key, refusal_reason
+from aggregator.storage.keys import MAX_PINNED_DEVICES, Key, refusal_reason
 from aggregator.storage.store import Store
 from protocol.wire.messages import Frame, Presence, PrivacyRecord, Reason
 from protocol.wire.signing import is_own_presence, is_own_record, is_own_transfer

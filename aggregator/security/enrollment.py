@@ -32,7 +32,7 @@ from aggregator.security.identity import (
     write_revocation_list,
 )
 from aggregator.security.key_rotation import key_certificates, root_of
-from aggregator.storage.device_keys import Key
+from aggregator.storage.keys import Key
 from aggregator.storage.store import Store
 from protocol.enrollment import FORMAT, EnrollmentCard, card_text, read_card
 from protocol.errors import ConfigError, StateError

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aggregator.security.identity import has_ca, identity_folder, phone_access
-from aggregator.storage.device_keys import Key
+from aggregator.storage.keys import Key
 from aggregator.storage.open_store import open_store
 from protocol.mqtt.tls import BrokerAccess
 from protocol.wire.signing import is_own_connection

@@ -15,7 +15,7 @@ from aggregator.status.heads import NO_RESULT, Head, heads_of
 from aggregator.status.privacy import privacy_of, second_operator_of
 from aggregator.status.rows import Rows, read_rows
 from aggregator.storage import stop_reason
-from aggregator.storage.device_keys import counts
+from aggregator.storage.keys import counts
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import LostFiles, SigningKey, TaskPreparation
 from aggregator.storage.usage import FLEET

@@ -9,7 +9,7 @@ from msgspec import UNSET, Meta
 from aggregator.status.annotations import Line, Metric, greatest, number, total
 from aggregator.status.heads import Accuracy, accuracy_of, totals_of
 from aggregator.status.rows import Rows
-from aggregator.storage.device_keys import refusal_reason
+from aggregator.storage.keys import refusal_reason
 from aggregator.storage.stored_values import UnixSeconds
 from protocol.statistics.balanced_accuracy import balanced_accuracy
 from protocol.wire.messages import DRIFT_LIMIT, Reason

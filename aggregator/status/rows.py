@@ -7,9 +7,9 @@ from aggregator.coordination import rollout_state
 from aggregator.coordination.collection import Collection
 from aggregator.coordination.round_state import DeviceDecisions
 from aggregator.heads.head_rate import limited_until_s
-from aggregator.storage.device_keys import Key
 from aggregator.storage.devices import DeviceRecord
 from aggregator.storage.heads import HeadRecord
+from aggregator.storage.keys import Key
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask
 from aggregator.storage.submissions import SubmissionRecord

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from aggregator.storage.device_keys import MAX_PINNED_DEVICES, DeviceKeys
+from aggregator.storage.keys import MAX_PINNED_DEVICES, DeviceKeys
 from protocol.storage.facts import Tables
 from protocol.wire.messages import MAX_RELEASED_KINDS, DeviceInfo, Released
 from protocol.wire.privacy_record import kinds_of, record_of

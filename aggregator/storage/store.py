@@ -11,9 +11,9 @@ from aggregator.coordination.round_state import DeviceDecisions, Settings
 from aggregator.storage.blobs import Blobs
 from aggregator.storage.changes import change, newest_change
 from aggregator.storage.counted_submissions import CountedSubmissions
-from aggregator.storage.device_keys import DeviceKeys
 from aggregator.storage.devices import Devices
 from aggregator.storage.heads import Evaluations, HeadRecord, Heads
+from aggregator.storage.keys import DeviceKeys
 from aggregator.storage.quarantine import REVOKED, ForgottenDevices, Quarantine
 from aggregator.storage.refusals import Refusals
 from aggregator.storage.stored_values import ServedTask, TaskPreparation

@@ -7,8 +7,8 @@ import pytest
 
 from aggregator.intake.frame_authentication import FrameAuthenticator
 from aggregator.intake.validation import Refused
-from aggregator.storage import device_keys
-from aggregator.storage.device_keys import Key, refusal_reason
+from aggregator.storage import keys
+from aggregator.storage.keys import Key, refusal_reason
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from protocol.errors import StateError
@@ -125,7 +125,7 @@ def test_pinned_devices_are_bounded(
     store: Store, authenticator: FrameAuthenticator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clients can make up any number of names; enrolled devices are not counted."""
-    monkeypatch.setattr(device_keys, "MAX_PINNED_DEVICES", 3)
+    monkeypatch.setattr(keys, "MAX_PINNED_DEVICES", 3)
     store.keys.enroll("z", public_key(TWO), now_s=0.0)
     for device in ("a", "b", "c"):
         authenticator.check(device, signed(device))
@@ -133,7 +133,7 @@ def test_pinned_devices_are_bounded(
     assert store.keys.get("d") is None
     authenticator.check("a", signed())
     authenticator.check("z", signed("z", key=TWO))
-    assert device_keys.counts(store.keys.all().values()) == {"enrolled": 1, "first_use": 3, "revoked": 0}
+    assert keys.counts(store.keys.all().values()) == {"enrolled": 1, "first_use": 3, "revoked": 0}
 
 
 @pytest.mark.parametrize("is_closed", [False, True])

@@ -20,7 +20,7 @@ from aggregator.security import enrollment
 from aggregator.security.enrollment import enroll, enroll_broker, enroll_sums, revoke
 from aggregator.security.identity import aggregator_access, has_ca, restore_access
 from aggregator.security.mosquitto_config import access_list
-from aggregator.storage.device_keys import Key
+from aggregator.storage.keys import Key
 from aggregator.storage.open_store import open_store
 from aggregator.storage.quarantine import REVOKED
 from aggregator.storage.store import Store

@@ -3,7 +3,7 @@
 import pytest
 
 from aggregator.coordination.round_state import DeviceDecisions
-from aggregator.storage import device_keys, devices, refusals
+from aggregator.storage import devices, keys, refusals
 from aggregator.storage.quarantine import REVOKED, QuarantinedDevice
 from aggregator.storage.store import Store
 from tests.support.messages.submissions import TASK
@@ -115,7 +115,7 @@ def test_keys_decide_for_every_task(store: Store) -> None:
 
 def test_made_up_names_take_bounded_memory(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys are read with every frame, and a client can make up any number of names."""
-    monkeypatch.setattr(device_keys, "MAX_CACHED", 10)
+    monkeypatch.setattr(keys, "MAX_CACHED", 10)
     for number in range(100):
         assert store.keys.get(f"made-up-{number}") is None
         assert len(store.keys._cache) <= 10
