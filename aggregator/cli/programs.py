@@ -97,7 +97,7 @@ if TYPE_CHECKING:
 @setting(
     "--http-cert",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Certificate for HTTPS, and those of its issuers, in one PEM file; with --http-key.",
+    help="PEM file with the certificate for HTTPS and the certificates of its issuers; requires --http-key.",
 )
 @setting(
     "--http-key",

@@ -46,7 +46,7 @@ MAX_PER_DEVICE = 3
 """A phone that connects again, while the broker has not noticed the end of its last connection."""
 
 ATTEMPTS_AT_ONCE, ATTEMPTS_PER_S = 100, 10
-"""Of each address; those of a proxy have one."""
+"""Limits for each client address; all phones behind one proxy share an address."""
 
 CONNECT_S = 15.0
 
@@ -57,7 +57,7 @@ MAX_REASON_BYTES = 123
 """Of a close frame (RFC 6455, 5.5)."""
 
 TOO_MANY, UNREACHABLE = 4429, 4502
-"""Close codes, beside those of `security.phones`."""
+"""Close codes; `security.phones` has others."""
 
 
 @dataclass(eq=False)
@@ -91,7 +91,7 @@ class Gateway:
         return self._attempts.take(client, now_s=time.monotonic())
 
     async def connect(self, websocket: WebSocket) -> None:
-        """Connect a phone until it, the broker or a revocation ends it; a refused one is told why."""
+        """Connect a phone until it, the broker or a revocation ends it. A refused phone gets the reason."""
         await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None)
         device = websocket.query_params.get("device", "")
         try:

@@ -63,7 +63,7 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     socket: int = -1
     """File descriptor of the listening socket."""
     certificate: Path | None = None
-    """The server's certificate and those of its issuers (PEM), for HTTPS; None for HTTP."""
+    """PEM file with the server's certificate and its issuers' certificates; None for HTTP."""
     key: Path | None = None
     """Its private key (PEM)."""
     brokers: tuple[BrokerAddress, ...] = ()

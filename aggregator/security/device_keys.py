@@ -6,7 +6,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from aggregator.storage.device_keys import Key
+from aggregator.storage.keys import Key
 from aggregator.storage.quarantine import REVOKED
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import JoinLinks, ServedTask, StoredLink
@@ -69,7 +69,7 @@ class FleetFull(ConfigError):
 
 
 def spent() -> JoinRefused:
-    """Return the answer to whatever is not the first use of a link, whoever asks."""
+    """Return the error for every request but the first use of a link."""
     return JoinRefused(
         "link_spent",
         "this link has expired or was used, or is incomplete: copy all of it, or ask the operator for a new one",

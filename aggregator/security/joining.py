@@ -63,7 +63,7 @@ def make_link(  # noqa: PLR0913 - every option of the command line
 ) -> JoinLink:
     """Make a link that enrolls one device, and store it; the device chooses its name unless `device` is one.
 
-    `address` is that of the dashboard, as seen from devices; the other arguments are those of `enroll`. The database
+    `address` is the dashboard's, as seen from devices; `enroll` explains the other arguments. The database
     has neither the secret nor a hash by which it could be guessed: it is derived from the signing key.
 
     Raises:
@@ -104,7 +104,7 @@ def make_link(  # noqa: PLR0913 - every option of the command line
 
 
 def _secret(key: bytes, nonce: str) -> bytes:
-    """Return the secret of a link, which nobody knows without the aggregator's private key."""
+    """Return the secret of a link, derived from the aggregator's private key."""
     return hmac.digest(key, f"protofleet 1 link {nonce}".encode(), hashlib.sha256)[:SECRET_BYTES]
 
 

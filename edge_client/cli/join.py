@@ -146,7 +146,7 @@ def _post(url: str, request: "JoinRequest") -> bytes:
     headers = {"content-type": "application/json"}
     sent = urllib.request.Request(url, msgspec.json.encode(request), headers, method="POST")  # noqa: S310 - http
     try:
-        with urllib.request.urlopen(sent, timeout=TIMEOUT_S) as response:  # noqa: S310 - likewise
+        with urllib.request.urlopen(sent, timeout=TIMEOUT_S) as response:  # noqa: S310 - http
             data: bytes = response.read(2 * MAX_ANSWER_BYTES)
             return data
     except urllib.error.HTTPError as error:
