@@ -99,6 +99,7 @@ def test_device_that_the_second_operator_does_not_know_is_left_out(fleet: Fleet,
     fleet.start_aggregator(task)
     start_devices(fleet, range(MIN_DEVICES + 1))
     fleet.wait_for("all submissions", lambda s: s["submissions"] == MIN_DEVICES + 1)
+    fleet.wait_for("the list", lambda s: s["sums"]["requested"])
     with closing(open_store(fleet.aggregator_state)) as store:
         pending = sums_of(store.facts, store.served_task().digest).pending
         assert pending is not None
