@@ -5,9 +5,9 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from edge_client.config import membership
+from edge_client.config import PrivacyUnit, membership
 from edge_client.core.state import Mode
 from edge_client.service import device as service
 from edge_client.store.device_state import DeviceState
@@ -50,8 +50,10 @@ class Device(Embedded):
         max_epsilon: privacy budget for all submissions together; None leaves the limit to the task.
         max_delta: delta at which the budget is counted, unless the task's is smaller.
         max_local_epsilon: budget of what both operators of masked sums see together; None sets no limit.
-        allow_non_private_tasks: take part in tasks without differential privacy, although there is a budget or the
-            device has made private submissions.
+        privacy_unit: the weakest unit of differential privacy of a task, `image` or `person`; both refuse tasks without
+            one. None accepts any task.
+        allow_non_private_tasks: take part in tasks without differential privacy, although there is a budget or a unit,
+            or the device has made private submissions.
         second_operator: `sign_key` of the second operator in hex, from its operator.toml; tasks without it are refused.
             None refuses tasks with a second operator. Needs `max_epsilon`.
         on_head: called when a head is installed.
@@ -81,6 +83,7 @@ class Device(Embedded):
         max_epsilon: float | None = None,
         max_delta: float = 1e-5,
         max_local_epsilon: float | None = None,
+        privacy_unit: PrivacyUnit | None = None,
         allow_non_private_tasks: bool = False,
         second_operator: str | None = None,
         on_head: Callable[[HeadInstalled], None] | None = None,
@@ -102,6 +105,8 @@ class Device(Embedded):
         )
         if second_operator is not None and max_epsilon is None:
             raise ConfigError("second_operator needs max_epsilon, the limit of what a sum may reveal")
+        if privacy_unit is not None and privacy_unit not in get_args(PrivacyUnit):
+            raise ConfigError(f"expected a privacy_unit of 'image' or 'person', got {privacy_unit!r}")
         if member.broker is None:
             raise ConfigError("expected a broker as HOST or HOST:PORT, got none")
         if not is_name(member.fleet):
@@ -126,6 +131,7 @@ class Device(Embedded):
             "max_epsilon": max_epsilon,
             "max_delta": max_delta,
             "max_local_epsilon": max_local_epsilon,
+            "privacy_unit": privacy_unit,
             "allow_non_private_tasks": allow_non_private_tasks,
             "second_operator": _public_key("second_operator", second_operator),
         }

@@ -169,7 +169,7 @@ def test_callback_may_stop_the_service(tmp_path: Path, broker: str) -> None:
     assert one.wait(0)
 
 
-def test_keys_and_the_mode_reach_the_device(
+def test_keys_limits_and_the_mode_reach_the_device(
     tmp_path: Path, broker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that has not ended after its timeout is stopped, and the next one is a service again."""
@@ -181,15 +181,16 @@ def test_keys_and_the_mode_reach_the_device(
             super().__init__(settings, store)
 
     monkeypatch.setattr(service, "Device", Recorded)
-    keys = {"aggregator_key": "AB" * 32, "second_operator": "cd" * 32, "max_epsilon": 3.0}
-    one = device(tmp_path, broker, 0, **keys)
+    keys = {"aggregator_key": "AB" * 32, "second_operator": "cd" * 32}
+    one = device(tmp_path, broker, 0, **keys, max_epsilon=3.0, privacy_unit="person")
     with pytest.raises(TimeoutError, match="not ended after 0 s"):
         one.run_once(0)
     with one:
         pass
     assert [settings.mode for settings in seen] == [Mode.ONCE, Mode.SERVICE]
     assert seen[0].identity.aggregator_key == bytes([0xAB] * 32)
-    assert (seen[0].second_operator, seen[0].max_epsilon) == (bytes([0xCD] * 32), 3.0)
+    assert seen[0].second_operator == bytes([0xCD] * 32)
+    assert (seen[0].max_epsilon, seen[0].privacy_unit) == (3.0, "person")
 
 
 def test_head_that_does_not_come_is_a_timeout(tmp_path: Path, broker: str) -> None:
@@ -212,6 +213,8 @@ def test_settings_are_checked_before_the_start(tmp_path: Path) -> None:
         protofleet.Device(tmp_path, broker="127.0.0.1", aggregator_key="ab")
     with pytest.raises(ConfigError, match="second_operator needs max_epsilon"):
         protofleet.Device(tmp_path, broker="127.0.0.1", second_operator="ab" * 32)
+    with pytest.raises(ConfigError, match="expected a privacy_unit of 'image' or 'person', got 'persons'"):
+        protofleet.Device(tmp_path, broker="127.0.0.1", privacy_unit="persons")  # type: ignore[arg-type]
     store = open_store(tmp_path / "aggregator")
     enroll(store, "shed-1", broker="broker.example", fleet="orchard", out=tmp_path / "shed-1")
     store.close()
