@@ -19,6 +19,7 @@ from protocol.enrollment import read_enrollment
 from protocol.errors import ConfigError
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.storage.keyfile import read_key
+from protocol.wire.messages import Released
 from protocol.wire.signing import public_key
 from sums_operator.state import make_operator, make_task, read_keys
 from tests.support.fleets.aggregator_process import PROGRAM, run_aggregator, write_task
@@ -172,9 +173,13 @@ def test_signing_key_stays_with_the_devices_owner(tmp_path: Path) -> None:
     assert public_key(read_enrollment(out).signing_key).hex() == key.strip()
 
 
-def test_reset_key_deletes_pinned_key_once(tmp_path: Path) -> None:
+def test_reset_key_deletes_pinned_key_once_and_keeps_the_spent_budget(tmp_path: Path) -> None:
+    """The device with the new key is answered with the releases of the old one."""
+    spent = (Released(2.0, 1, 3),)
     with closing(open_store(tmp_path)) as store:
         store.keys.pin("a", bytes(32), now_s=0.0)
+        store.devices.merge_releases("a", spent)
+        store.devices.raise_epsilon("a", 3.5)
     done = run_aggregator("reset-key", "a", "--state", str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "the next key used under the name a will be stored\n")
     with closing(open_store(tmp_path, read_only=True)) as store:
@@ -182,6 +187,9 @@ def test_reset_key_deletes_pinned_key_once(tmp_path: Path) -> None:
     done = run_aggregator("reset-key", "a", "--state", str(tmp_path))
     assert done.returncode == 1
     assert "a has no key stored at first use" in done.stderr
+    with closing(open_store(tmp_path)) as store:
+        assert store.devices.merge_releases("a", ()) == (spent, 3)
+        assert store.devices.epsilons() == {"a": 3.5}
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root writes files that others cannot read")

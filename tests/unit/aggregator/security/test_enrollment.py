@@ -29,6 +29,7 @@ from protocol.errors import ConfigError, StateError
 from protocol.mqtt.tls import BrokerAccess, open_tls
 from protocol.storage.blobstore import write_atomically
 from protocol.storage.keyfile import read_key
+from protocol.wire.messages import Released
 from protocol.wire.signing import public_key
 from tests.support.messages.submissions import SERVED
 
@@ -120,8 +121,9 @@ def test_second_enrollment_needs_renew_and_revokes_old_certificate(world: World)
 
 
 def test_revoke_disables_key_certificate_and_submissions_until_renewed(world: World) -> None:
-    """Revoking twice is no error."""
-    out = world.enroll()
+    """Revoking twice is no error. What the device has spent on privacy stays."""
+    out, spent = world.enroll(), (Released(2.0, 1, 3),)
+    world.store.devices.merge_releases("shed-1", spent)
     for _ in range(2):
         assert revoke(world.store, "shed-1")
     assert world.key("shed-1").revoked_s is not None
@@ -132,6 +134,7 @@ def test_revoke_disables_key_certificate_and_submissions_until_renewed(world: Wo
     world.enroll(folder="again", renew=True)
     assert world.revoked_serials() == {serial(out)}
     assert world.store.quarantine.all(TASK) == {}
+    assert world.store.devices.merge_releases("shed-1", ()) == (spent, 3)
 
 
 def test_refusals_before_renewal_are_no_alarm(world: World) -> None:
