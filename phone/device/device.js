@@ -146,14 +146,15 @@ export class Device {
     this.#setImages(this.#known.images.map((each) => (each.id === id ? after : each)));
   }
 
-  /** @param {string} id */
-  async deleteImage(id) {
-    const remove = () => this.#setImages(this.#known.images.filter((each) => each.id !== id));
-    remove(); // from now on, no relabeling and no feature of it is stored
-    const features = (await this.#store.keys("features")).filter(([, image]) => image === id);
-    await this.#store.write({}, { images: [id], files: [id], features });
+  /** @param {string[]} ids */
+  async deleteImages(ids) {
+    const deleted = new Set(ids);
+    const remove = () => this.#setImages(this.#known.images.filter(({ id }) => !deleted.has(id)));
+    remove(); // from now on, no relabeling and no feature of them is stored
+    const features = (await this.#store.keys("features")).filter(([, image]) => deleted.has(image));
+    await this.#store.write({}, { images: ids, files: ids, features });
     this.#hasRoom();
-    remove(); // it was perhaps added again meanwhile
+    remove(); // some were perhaps added again meanwhile
   }
 
   /** Return the file of an image. @param {string} id @returns {Promise<Blob | null>} */

@@ -27,8 +27,10 @@ function raised({ kind, message }) {
 export class Features {
   /** @type {Worker | null} */
   #worker = null;
-  /** @type {Map<number, {resolve: (result: any) => void, reject: (error: Error) => void, timer: ReturnType<typeof setTimeout>}>} */
+  /** The worker has the oldest of them; the others wait. @type {Map<number, {name: keyof Calls, resolve: (result: any) => void, reject: (error: Error) => void}>} */
   #calls = new Map();
+  /** Ends the worker when its call takes too long. @type {ReturnType<typeof setTimeout> | undefined} */
+  #timer;
   #number = 0;
   /** Graphs that the worker has open, with what their opening returned. @type {Map<string, Promise<any>>} */
   #open = new Map();
@@ -79,11 +81,9 @@ export class Features {
     this.#worker?.terminate();
     this.#worker = null;
     this.#open.clear();
-    for (const { reject, timer } of this.#calls.values()) {
-      clearTimeout(timer);
-      reject(error);
-    }
+    for (const { reject } of this.#calls.values()) reject(error);
     this.#calls.clear();
+    clearTimeout(this.#timer);
   }
 
   /** @template T @param {string} digest @param {() => Promise<T>} open @returns {Promise<T>} */
@@ -105,10 +105,18 @@ export class Features {
     this.#number += 1;
     const id = this.#number;
     return new Promise((resolve, reject) => {
-      const timer = setTimeout(() => this.end(new GraphFailed(`${name} took more than ${LIMIT_S[name]} s`)), LIMIT_S[name] * 1000);
-      this.#calls.set(id, { resolve, reject, timer });
+      this.#calls.set(id, { name, resolve, reject });
       this.#worker?.postMessage({ id, name, parts });
+      if (this.#calls.size === 1) this.#limitTime();
     });
+  }
+
+  #limitTime() {
+    clearTimeout(this.#timer);
+    const [oldest] = this.#calls.values();
+    if (!oldest) return;
+    const limit = LIMIT_S[oldest.name];
+    this.#timer = setTimeout(() => this.end(new GraphFailed(`${oldest.name} took more than ${limit} s`)), limit * 1000);
   }
 
   #start() {
@@ -124,7 +132,7 @@ export class Features {
     const call = this.#calls.get(id);
     if (!call) return;
     this.#calls.delete(id);
-    clearTimeout(call.timer);
+    this.#limitTime();
     if (!error) return call.resolve(result);
     const problem = raised(error);
     call.reject(problem);

@@ -15,6 +15,7 @@ const SHOWN = 60;
 /** @param {{device: Device, state: DeviceState}} props */
 export function Images({ device, state }) {
   const [opened, setOpened] = useState(/** @type {string | null} */ (null));
+  const [selected, setSelected] = useState(/** @type {ReadonlySet<string> | null} */ (null));
   const [suspects, setSuspects] = useState(/** @type {Suspects} */ (new Map()));
   useEffect(() => {
     let isOver = false;
@@ -25,24 +26,57 @@ export function Images({ device, state }) {
   const classes = state.task?.classes ?? [];
   const image = state.images.find(({ id }) => id === opened);
   if (!state.images.length) return html`<section><p class="quiet">${t("no_images")}</p></section>`;
+  /** Select images, or none of them if all are. @param {string[]} ids */
+  function toggle(ids) {
+    const after = new Set(selected);
+    const isAdded = ids.some((id) => !after.has(id));
+    for (const id of ids) isAdded ? after.add(id) : after.delete(id);
+    setSelected(after);
+  }
   return html`${suspects.size > 0 && html`<${Notice} kind="warn" text=${t("suspicious")} />`}
+    ${
+      selected
+        ? html`<${Selection} device=${device} images=${state.images.filter(({ id }) => selected.has(id))} close=${() => setSelected(null)} />`
+        : html`<button type="button" class="wide" onClick=${() => setSelected(new Set())}>${t("select")}</button>`
+    }
     ${classes.map((name) => {
       const images = state.images.filter(({ label }) => label === name);
       images.sort((a, b) => Number(suspects.has(b.id)) - Number(suspects.has(a.id)) || b.time_s - a.time_s);
-      return images.length > 0 && html`<${Gallery} key=${name} device=${device} name=${name} images=${images} suspects=${suspects} open=${setOpened} />`;
+      return images.length > 0 && html`<${Gallery} key=${name} device=${device} name=${name} images=${images} suspects=${suspects} selected=${selected} toggle=${toggle} open=${setOpened} />`;
     })}
     ${image && html`<${Details} key=${image.id} device=${device} image=${image} resembles=${suspects.get(image.id)} classes=${classes} close=${() => setOpened(null)} />`}`;
 }
 
-/** @param {{device: Device, name: string, images: Image[], suspects: Suspects, open: (id: string) => void}} props */
-function Gallery({ device, name, images, suspects, open }) {
+/** Delete selected images. @param {{device: Device, images: Image[], close: () => void}} props */
+function Selection({ device, images, close }) {
+  async function remove() {
+    await device.deleteImages(images.map(({ id }) => id));
+    close();
+  }
+  return html`<section class="selection">
+    <div class="row">
+      <button type="button" class="danger" disabled=${!images.length} onClick=${remove}>${t("delete_images", { count: images.length })}</button>
+      <button type="button" onClick=${close}>${t("cancel")}</button>
+    </div>
+    ${images.some(({ averaged_with }) => averaged_with) && html`<p class="quiet small">${t("averaged_with_others")}</p>`}
+  </section>`;
+}
+
+/**
+ * @param {{device: Device, name: string, images: Image[], suspects: Suspects, selected: ReadonlySet<string> | null,
+ *   toggle: (ids: string[]) => void, open: (id: string) => void}} props
+ */
+function Gallery({ device, name, images, suspects, selected, toggle, open }) {
   const [shown, setShown] = useState(SHOWN);
   return html`<section>
-    <h2>${t("images_of", { label: name, count: count(images.length) })}</h2>
+    <div class="row">
+      <h2>${t("images_of", { label: name, count: count(images.length) })}</h2>
+      ${selected && html`<button type="button" onClick=${() => toggle(images.map(({ id }) => id))}>${t("select_all")}</button>`}
+    </div>
     <ul class="gallery">
       ${images.slice(0, shown).map(
         (image) => html`<li key=${image.id} class=${suspects.has(image.id) ? "suspect" : ""}>
-          <button type="button" onClick=${() => open(image.id)}>
+          <button type="button" aria-pressed=${selected?.has(image.id)} onClick=${() => (selected ? toggle([image.id]) : open(image.id))}>
             <${Photograph} device=${device} id=${image.id} label=${t("open_image", { label: name, time: time(image.time_s) })} />
           </button>
         </li>`,
@@ -77,7 +111,7 @@ function Details({ device, image, resembles, classes, close }) {
   useEffect(() => dialog.current?.showModal(), []);
   const { label: name } = image;
   async function remove() {
-    await device.deleteImage(image.id);
+    await device.deleteImages([image.id]);
     close();
   }
   return html`<dialog ref=${dialog} onClose=${close} aria-label=${t("open_image", { label: name, time: time(image.time_s) })}>

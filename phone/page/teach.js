@@ -49,7 +49,7 @@ export function Teach({ device, state }) {
   }
 
   async function undo() {
-    if (last) await device.deleteImage(last.id);
+    if (last) await device.deleteImages([last.id]);
     setLast(null);
   }
 

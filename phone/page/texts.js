@@ -73,6 +73,10 @@ const ENGLISH = {
   resembles_none: "Resembles no class.",
   change_class: "Class",
   delete: "Delete",
+  select: "Select images",
+  select_all: "All",
+  delete_images: { one: "Delete 1 image", other: "Delete {count} images" },
+  averaged_with_others: "Images that were averaged with them count no longer for the fleet either.",
   averaged_with: {
     one: "Averaged with 1 other image: if you delete it or change its class, the other one counts no longer for the fleet either.",
     other: "Averaged with {count} other images: if you delete it or change its class, they count no longer for the fleet either.",
@@ -212,6 +216,10 @@ const GERMAN = {
   resembles_none: "Ähnelt keiner Klasse.",
   change_class: "Klasse",
   delete: "Löschen",
+  select: "Bilder auswählen",
+  select_all: "Alle",
+  delete_images: { one: "1 Bild löschen", other: "{count} Bilder löschen" },
+  averaged_with_others: "Bilder, die mit ihnen gemittelt wurden, zählen auch nicht mehr für die Flotte.",
   averaged_with: {
     one: "Mit 1 anderen Bild gemittelt: Wird es gelöscht oder umbenannt, zählt auch das andere nicht mehr für die Flotte.",
     other: "Mit {count} anderen Bildern gemittelt: Wird es gelöscht oder umbenannt, zählen auch sie nicht mehr für die Flotte.",

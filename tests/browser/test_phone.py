@@ -80,6 +80,10 @@ def teach(page: PhonePage, name: str) -> None:
     page.show("Images")
     page.wait_for_text("h2", name)
     look(page, "images", name)
+    page.page.get_by_role("button", name="Select images").click()
+    page.page.get_by_role("button", name="All").click()
+    page.wait_for_text(".selection", "count no longer for the fleet")
+    assert not page.violations()
     page.show("Privacy")
     page.wait_for_text("section", "Everything is uploaded")
     look(page, "privacy", name)
@@ -219,7 +223,7 @@ def images_of(page: PhonePage) -> int:
 def test_files_are_taken_where_the_browser_keeps_them(
     playwright: "Playwright", open_fleet: tuple[Fleet, str], tmp_path: Path
 ) -> None:
-    """In German."""
+    """In German; all but one are then deleted together."""
     link, images = open_fleet[1], write_photographs(tmp_path / "images", count=4, seed=3)
     profile, program = tmp_path / "profile", shutil.which(CHROMIUM)
     start = playwright.chromium.launch_persistent_context
@@ -234,6 +238,12 @@ def test_files_are_taken_where_the_browser_keeps_them(
         page.get_by_label("Bilddateien hinzufügen").set_input_files(sorted((images / "temple").iterdir()))
         page.get_by_role("link", name="Bilder").click()
         page.get_by_role("heading", name="temple, 4").wait_for()
+        page.get_by_role("button", name="Bilder auswählen").click()
+        page.get_by_role("button", name="Bild von temple").first.click()
+        page.get_by_role("button", name="Alle").click()
+        page.get_by_role("button", name="Bild von temple").first.click()
+        page.get_by_role("button", name="3 Bilder löschen").click()
+        page.get_by_role("heading", name="temple, 1").wait_for()
 
 
 def test_clock_of_another_year_is_explained(camera: "Browser", open_fleet: tuple[Fleet, str]) -> None:

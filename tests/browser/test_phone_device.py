@@ -234,7 +234,7 @@ def test_hostile_backbones_end_in_an_error(surroundings: Surroundings, context: 
 DELETE = """async () => {
     const [{ id }] = device.state.images;
     let isOver = false;
-    const deleted = device.deleteImage(id).then(() => (isOver = true));
+    const deleted = device.deleteImages([id]).then(() => (isOver = true));
     for (let turn = 1; !isOver; turn += 1) {
         await device.relabel(id, String(turn % 2));
         await new Promise((resolve) => setTimeout(resolve));
