@@ -1,20 +1,24 @@
 """An HTTP connection with a time limit on what the client does: uvicorn has none but between requests."""
 
 import asyncio
+import resource
 from typing import Any
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from aggregator.http.gateway import MAX_MESSAGE_BYTES
+from aggregator.http.gateway import MAX_MESSAGE_BYTES, MAX_PHONES
 from aggregator.http.settings import HttpSettings
 
 REQUEST_S = 30.0
 """Time limit for a request's headers, for its body, and for the client to receive anything of an answer."""
 
-MAX_CONNECTIONS = 512
+MAX_CONNECTIONS = MAX_PHONES + 256
 """Open connections, beyond which requests are answered with 503."""
+
+DESCRIPTORS = MAX_CONNECTIONS + MAX_PHONES + 128
+"""Connections, those of phones to the broker, and files."""
 
 
 class TimedConnection(H11Protocol):
@@ -50,6 +54,14 @@ class TimedConnection(H11Protocol):
             self.transport.abort()
             return
         self._timer = self.loop.call_later(REQUEST_S, self._watch, now)
+
+
+def allow_descriptors() -> None:
+    """Raise this process's soft limit of descriptors to DESCRIPTORS, if its hard limit allows so many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def server_config(app: Any, settings: HttpSettings) -> uvicorn.Config:

@@ -12,7 +12,7 @@ from pathlib import Path
 import uvicorn
 
 from aggregator.http.app import make_app
-from aggregator.http.connection import server_config
+from aggregator.http.connection import allow_descriptors, server_config
 from aggregator.http.settings import HttpSettings, write_token
 from aggregator.http.snapshots import Snapshots
 from aggregator.rates import LINES_AT_ONCE, LINES_PER_S, TokenBuckets
@@ -28,6 +28,7 @@ def serve(settings: HttpSettings, pipe: Connection) -> None:
     """Serve until SIGTERM."""
     start_logging(verbose=False)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    allow_descriptors()
     limit = _LimitedLines()
     for name in ("asyncio", "uvicorn.error", "aggregator.http.access", "aggregator.http.gateway"):
         logging.getLogger(name).addFilter(limit)

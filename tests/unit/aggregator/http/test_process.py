@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
 )
 
+from aggregator.http.connection import DESCRIPTORS, allow_descriptors
 from aggregator.http.process import listening_settings
 from aggregator.http.settings import HttpAddress, HttpSettings, http_settings, parse_address
 from aggregator.security.certificate_authority import create_ca, issue_server, utc_now
@@ -229,3 +231,15 @@ def test_each_start_has_a_new_token(tmp_path: Path) -> None:
     with serving(tmp_path) as (client, token):
         assert client.get("/api/v1/session", Authorization=f"Bearer {token}").json()["command"]
         assert client.get("/api/v1/session", Authorization=f"Bearer {before}").status == 401
+
+
+def test_descriptors_are_allowed_for_all_phones() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    try:
+        for before, after in ((most // 2, most), (most, most)):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
+            allow_descriptors()
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (after, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
