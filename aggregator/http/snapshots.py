@@ -32,6 +32,8 @@ REST = 4.0
 KEEP_ALIVE_S = 15.0
 """Seconds without a change after which a watching browser receives something nevertheless."""
 
+INDEX_HEADER_BYTES = 48
+
 _COMPRESSION = 1
 """Of gzip: a fourth of the size in a tenth of the time of its best."""
 
@@ -135,7 +137,7 @@ class Stamps:
                 return _times(files), self._elsewhere()
             database = database_of("aggregator", self._state)
             files += [database, database.with_name(f"{database.name}-wal")]
-            return _times(files), FolderLock(self._state).is_taken()
+            return _times(files), _log_index(database), FolderLock(self._state).is_taken()
         except ProtofleetError as error:
             return _times(files), str(error)
 
@@ -147,6 +149,17 @@ class Stamps:
     def close(self) -> None:
         if self._store is not None:
             self._store.close()
+
+
+def _log_index(database: Path) -> bytes:
+    """Return the header of SQLite's index of its log; empty without one.
+
+    SQLite writes a transaction into the log, syncs it, which may take seconds, and only then lets readers see it, by
+    this header.
+    """
+    with contextlib.suppress(OSError), database.with_name(f"{database.name}-shm").open("rb") as file:
+        return file.read(INDEX_HEADER_BYTES)
+    return b""
 
 
 def _times(files: Iterable[Path]) -> list[tuple[int, int, int] | None]:

@@ -19,11 +19,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from aggregator.http.access import is_own_host
 from aggregator.http.metrics import metrics_text
-from aggregator.http.snapshots import read_snapshot
+from aggregator.http.snapshots import INDEX_HEADER_BYTES, Stamps, read_snapshot
 from aggregator.status import model
 from aggregator.status.collect import collect_status
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
+from protocol.storage.state_folder import database_of
 from tests.support.fleets.command_loop import taking_commands
 from tests.support.fleets.fleet import wait_until
 from tests.support.messages.submissions import TASK, device_info
@@ -180,6 +181,21 @@ def test_each_change_is_an_event(tmp_path: Path) -> None:
             store.submissions.put(TASK, submission_row("c", {1: 3}, received_s=300.0))
             assert event() != first
             assert len(client.get("/api/v1/status").json()["devices"]) == 4
+
+
+def test_a_transaction_that_readers_do_not_see_yet_is_a_change_once_they_do(tmp_path: Path) -> None:
+    """SQLite writes it into the log, syncs that for as long as a busy disk takes, and then writes the log's index."""
+    with contextlib.closing(started_store(tmp_path)) as store:
+        stamps, index = Stamps(tmp_path), database_of("aggregator", tmp_path).with_suffix(".sqlite-shm")
+        before = index.read_bytes()
+        store.devices.put_info("a", device_info(), now_s=0.0)
+        after = index.read_bytes()
+        with index.open("r+b") as file:
+            file.write(before[:INDEX_HEADER_BYTES])
+        written = stamps.read()
+        with index.open("r+b") as file:
+            file.write(after[:INDEX_HEADER_BYTES])
+        assert stamps.read() != written
 
 
 REFUSED_HOSTS = (
