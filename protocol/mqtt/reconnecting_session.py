@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 CONNECT_TIMEOUT_S = 15.0
-STOP_TIMEOUT_S = 2.0
+STOP_TIMEOUT_S = 4.0
 WAIT_S = 0.5
 """Seconds between two calls of `may_connect`."""
 
