@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import io
+import re
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,15 +107,16 @@ class PhonePage(DashboardPage):
         self.page.get_by_role("navigation").get_by_role("link", name=screen).click()
 
     def teach(self, name: str, count: int = 0, *, until: str = "") -> None:
-        """Take images of a class, most of them of different photographs; with `until`, until the page has a text."""
+        """Take images of a class until there are so many different ones; with `until`, until the page has a text."""
         button = self.page.locator(".classes button", has_text=name)
         wanted = self.page.get_by_text(until).first
-        for _ in range(MOST_TAKEN if until else count):
+        for _ in range(MOST_TAKEN):
             button.click()
             self.page.wait_for_timeout(1000 * REPEATS / 30)
-            if until and wanted.is_visible():
+            taken = re.search(r"(\d+) images", button.inner_text())
+            if wanted.is_visible() if until else taken and int(taken[1]) >= count:
                 return
-        assert not until, self.page.locator("main").inner_text()
+        raise AssertionError(self.page.locator("main").inner_text())
 
     def recognizes(self, name: str) -> None:
         self.show("Recognize")

@@ -74,7 +74,8 @@ def test_image_with_a_long_name_fits_a_phone(open_page: OpenPage, tmp_path: Path
 
 def test_keyboard_reaches_commands(open_page: OpenPage, client: Client) -> None:
     """Sort, filter, open a confirmation and leave it without a pointer; the focus returns."""
-    page = open_page(client.origin).page
+    dashboard = open_page(client.origin)
+    page = dashboard.page
     page.get_by_label("Filter").focus()
     page.keyboard.type("quarantined")
     page.get_by_text("8 devices", exact=True).wait_for()
@@ -86,7 +87,7 @@ def test_keyboard_reaches_commands(open_page: OpenPage, client: Client) -> None:
     page.get_by_role("dialog", name="Release shed-0007 from quarantine?").wait_for()
     page.keyboard.press("Escape")
     page.get_by_role("dialog").wait_for(state="detached")
-    assert page.evaluate("document.activeElement.textContent") == "Release shed-0007"
+    dashboard.wait("document.activeElement.textContent === 'Release shed-0007'")
 
 
 def test_sign_in_page(open_page: OpenPage, tmp_path: Path) -> None:

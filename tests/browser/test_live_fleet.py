@@ -77,6 +77,7 @@ def first_head_arrives(fleet: Fleet, dashboard: DashboardPage) -> None:
     dashboard.wait_for_text("#devices .state", "online")
     dashboard.wait_for_text("#heads tbody tr", "head 1, calibrated on 84 held-out images")
     dashboard.wait_for_text("#accuracy .u-legend", "Worst 10 % of devices")
+    fleet.wait_for("the files of head 2", lambda s: s["rollout"]["current"] == 2 and s["head_path"])
 
 
 def files_are_downloaded(fleet: Fleet, dashboard: DashboardPage) -> None:
@@ -148,8 +149,7 @@ def operator_adds_a_box(fleet: Fleet, dashboard: DashboardPage) -> None:
     page.get_by_role("button", name="Make the link").click()
     link = page.get_by_label("Link", exact=True).input_value()
     assert link.startswith(f"{dashboard.origin}/join/#fleet=orchard&key=")
-    code = page.get_by_alt_text("QR code of the link")
-    assert code.evaluate("image => image.complete && image.naturalWidth > 100")
+    dashboard.wait("document.querySelector('[alt=\"QR code of the link\"]').naturalWidth > 100")
     assert not dashboard.violations()
     done = CliRunner().invoke(edge_client, ["join", link, "--out", str(fleet.root / "joined")])
     assert "enrolled shed-5" in done.output

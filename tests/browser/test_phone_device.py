@@ -136,7 +136,7 @@ def test_device_trains_and_answers_as_python(
     data = write_digits(tmp_path / "shed", classes=[4, 5, 6, 7, 8, 9], each=20)
     fleet.start_device("shed-2", data, "--fleet", "orchard")
     phone.wait("state.head && state.left.length === 2")
-    fleet.wait_for("both evaluations", lambda _: fleet.is_evaluated_by(2))
+    fleet.wait_for("both evaluations", lambda status: fleet.is_evaluated_by(2) and status["head_path"])
     fleet.stop("shed-2")
 
     files = [file for _, file in [*images[::7], *digits(tmp_path / "new", classes=[3, 8], start=30, each=5)]]

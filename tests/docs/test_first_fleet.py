@@ -73,9 +73,10 @@ def test_commands_lead_to_a_prediction(tmp_path: Path) -> None:
     manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     manager.bind(notify)
     states: list[bytes] = []
-    threading.Thread(
+    reader = threading.Thread(
         target=lambda: states.extend(iter(lambda: manager.recv(100), b"end")), daemon=True
-    ).start()
+    )
+    reader.start()
 
     def start(line: str) -> subprocess.Popen[str]:
         line = line.replace("--pretrained", "--random").replace("127.0.0.1", str(address))
@@ -103,6 +104,9 @@ def test_commands_lead_to_a_prediction(tmp_path: Path) -> None:
         if server is not None:
             server.terminate()
             server.communicate(timeout=TIMEOUT_S)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as last:
+            last.sendto(b"end", notify)
+        reader.join()
     assert states.count(b"READY=1") == 2 + len(DEVICES), "aggregator, dry run, devices"
     (prediction,) = [text for line, text in outputs.items() if "predict" in line]
     assert "plum" in prediction

@@ -1,7 +1,10 @@
 """Real brokers for tests: amqtt in this process, and a mosquitto process, with certificates."""
 
 import contextlib
+import functools
 import getpass
+import itertools
+import os
 import re
 import secrets
 import signal
@@ -32,16 +35,25 @@ START_TIMEOUT_S = 90.0
 
 
 def free_address() -> BrokerAddress:
-    """Return an unused address on this machine.
+    """Return an unused address on this machine, which no other test gets before its broker starts, or while it is down.
 
-    Its port is below those of outgoing connections: one of these could take it before the broker starts, or while it
-    is down, and a client that reconnects could even connect to itself.
+    Its port is below those of outgoing connections: one of these could take it, and a client that reconnects could even
+    connect to itself.
     """
     while True:
-        port = 10_000 + secrets.randbelow(22_000)
+        port = next(_ports())
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return BrokerAddress("127.0.0.1", port)
+
+
+@functools.cache
+def _ports() -> Iterator[int]:
+    """Yield the ports of this process of pytest-xdist again and again, each process's own."""
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    ports = [*range(10_000 + number, 32_000, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))]
+    start = secrets.randbelow(len(ports))
+    return itertools.cycle([*ports[start:], *ports[:start]])
 
 
 def rotated(brokers: tuple[BrokerAddress, ...], start: int) -> str:

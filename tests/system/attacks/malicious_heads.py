@@ -14,8 +14,6 @@ from tests.system.attacks.fleet import AttackedFleet, attack
 REPORT = "the device's `problem`, the head's `reason`"
 RUN_S = 4.0
 """Limit of a graph that exceeds it."""
-LONG_RUN_S = 600.0
-"""Limit of a graph that ends before, also on a busy machine: by an error, or by a kill of the job."""
 HELD_BYTES = 400 * 1024**2
 """Memory of a head at which its job is killed."""
 
@@ -51,7 +49,7 @@ def foreign_graphs(fleet: AttackedFleet) -> Iterator[bool]:
 )
 def exhausting_heads(fleet: AttackedFleet) -> Iterator[bool]:
     """Terabytes at once, gigabytes by repetition, one that gets its job killed, endless loops and products."""
-    with CompromisedAggregator(fleet, "exhausting", run_s=LONG_RUN_S) as aggregator:
+    with CompromisedAggregator(fleet, "exhausting") as aggregator:
         yield from _refused(aggregator, FAILING, "fails on its inputs")
         large = functools.partial(infinite_loop, held_bytes=HELD_BYTES)
         aggregator.publish_head(changed(aggregator.valid_head, large))
@@ -77,12 +75,11 @@ def _refused(aggregator: CompromisedAggregator, changes: Iterable[Change], words
 )
 def exhausting_backbones(fleet: AttackedFleet) -> Iterator[bool]:
     """A loop, which another task ends; then one for which three jobs in a row are killed."""
-    with CompromisedAggregator(fleet, "backbones", run_s=RUN_S) as aggregator:
-        endless = changed(aggregator.backbone, infinite_loop)
-        aggregator.publish_task(endless)
-        fleet.wait_for_log(DEVICE, "computing features", times=2)
+    with CompromisedAggregator(fleet, "backbones") as aggregator:
+        begun = fleet.log(DEVICE).count("computing features")
+        aggregator.publish_task(changed(aggregator.backbone, infinite_loop))
+        fleet.wait_for_log(DEVICE, "computing features", times=begun + 1)
         yield not _follows_another_task(aggregator)
-        aggregator.restart_device(run_s=LONG_RUN_S)
         deadly = functools.partial(infinite_loop, held_bytes=HELD_BYTES)
         aggregator.publish_task(changed(aggregator.backbone, deadly))
         for _ in range(3):

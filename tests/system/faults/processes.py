@@ -2,17 +2,15 @@
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import psutil
 
 from tests.support.network.proxy import Faults
 from tests.system.faults.fleet import DEVICES, SEED, FaultyFleet, fault
 
-SLOW = Faults(bytes_per_s=250_000)
-"""A submission takes three seconds, so that there are moments within it."""
-
-SLOWER = Faults(bytes_per_s=100_000)
-"""It takes seven, so that little crosses between two faults."""
+SLOW = Faults(bytes_per_s=50_000)
+"""A submission takes 15 seconds, so that little crosses between two faults, also on a busy machine."""
 
 
 @fault("SIGKILL of a device during its upload", least=7)
@@ -38,7 +36,7 @@ def device_killed(fleet: FaultyFleet) -> int:
 @fault("SIGKILL of the aggregator while it receives, trains and sends", least=7)
 def aggregator_killed(fleet: FaultyFleet) -> int:
     """Acknowledged data is there after each restart; the rest is uploaded, trained and downloaded again."""
-    fleet.net.up = SLOWER
+    fleet.net.up = SLOW
     fleet.run()
     uploading = 0
     for _ in range(4):
@@ -67,7 +65,7 @@ def _kill_in_training(fleet: FaultyFleet) -> int:
     killed = 0
     for _ in range(3):
         fleet.wait_until("a training", lambda: _is_training(fleet))
-        fleet.net.down = Faults(bytes_per_s=1_000_000)
+        fleet.net.down = Faults(bytes_per_s=200_000)
         fleet.sleep_up_to(1.0)
         fleet.kill("aggregator")
         killed += not fleet.status()["heads"]
@@ -86,7 +84,7 @@ def _is_training(fleet: FaultyFleet) -> bool:
 @fault("SIGKILL of the broker, its database kept or deleted", least=3)
 def broker_killed(fleet: FaultyFleet) -> int:
     """All clients reconnect, and publish retained messages again."""
-    fleet.net.up = SLOWER
+    fleet.net.up = SLOW
     fleet.run()
     killed = 0
     for number in range(4):
@@ -101,13 +99,14 @@ def broker_killed(fleet: FaultyFleet) -> int:
 @fault("packets delayed by up to 0.2 s, clients paused for up to 2 s", least=100)
 def delays(fleet: FaultyFleet) -> int:
     """The aggregator pauses while devices upload, then each device while it downloads the head."""
-    fleet.net.up = fleet.net.down = Faults(bytes_per_s=1_000_000, delay_s=0.2)
+    fleet.net.up, fleet.net.down = replace(SLOW, delay_s=0.2), Faults(bytes_per_s=1_000_000, delay_s=0.2)
     fleet.run()
     paused = 0
     for _ in range(3):
         fleet.wait_for_frames(fleet.aggregator_log)
         paused += fleet.uploads()
         fleet.pause_for_a_while("aggregator")
+    fleet.net.up = fleet.net.down
     for name in DEVICES:
         fleet.wait_for_frames(fleet.device_log, head=fleet.reference.head)
         paused += not fleet.is_settled()

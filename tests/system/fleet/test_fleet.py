@@ -205,7 +205,9 @@ def test_fleet_with_statistics_forgets_a_device(fleet: Fleet, tmp_path: Path) ->
     shares = ([0, 1, 2, 3, 4, 5], [4, 5, 6, 7, 8, 9])
     data = [write_digits(tmp_path / f"data-{number}", classes=share) for number, share in enumerate(shares)]
     fleet.start_device("device-0", data[0])
-    fleet.wait_for("its head", lambda s: [device["head"] for device in s["devices"]] == [1])
+    fleet.wait_for(
+        "its head", lambda s: [device["head"] for device in s["devices"]] == [1] and s["head_path"]
+    )
     alone = without_metadata((fleet.aggregator_state / "head.onnx").read_bytes())
     fleet.start_device("device-1", data[1], "--once")
     fleet.wait_exit("device-1")

@@ -24,7 +24,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 def _status(address: BrokerAddress) -> int:
     """Return the status of GET /healthz; 0 if nothing listens."""
     try:
-        connection = http.client.HTTPConnection(address.host, address.port, timeout=5)
+        connection = http.client.HTTPConnection(address.host, address.port, timeout=60)
         connection.request("GET", "/healthz")
         return connection.getresponse().status
     except OSError:

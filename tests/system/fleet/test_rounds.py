@@ -82,8 +82,7 @@ def _rounds_of_fedpcl(fleet: Fleet) -> None:
     fleet.wait_for_log("device-0", "training resumed step=")
     start_device(fleet, 3)
     summary = fleet.wait_for("evaluations of the second head", lambda s: _is_over(s, "fedpcl", rounds=2))
-    assert summary["heads"][0]["devices"] == 3
-    assert 3 <= summary["heads"][1]["devices"] <= 4
+    assert all(3 <= head["devices"] <= 4 for head in summary["heads"])
     assert {refusal["reason"] for refusal in summary["refusals"]} <= {"late"}
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from edge_client.privacy.upload_slots import next_slot_s
 from protocol.wire.codec import decode, message_kind
-from protocol.wire.messages import MAX_FRAME_BYTES, Evaluation, Frame, Receipt, Submission
+from protocol.wire.messages import MAX_FRAME_BYTES, DeviceInfo, Evaluation, Frame, Receipt, Submission
 from protocol.wire.topics import device_topic
 from tests.support.devices.marked_images import BOMB, BYTES_MARK, NAME_MARK, mark_images, write_bomb
 from tests.support.fleets.fleet import Fleet, write_digits
@@ -25,6 +25,7 @@ Upload = TypeVar("Upload", Submission, Evaluation)
 
 ACK = device_topic("default", "device", "ack")
 UP = device_topic("default", "device", "up")
+INFO = device_topic("default", "device", "info")
 OF_DEVICE = {device_topic("default", "device", channel) for channel in ("state", "info", "up", "get")}
 
 
@@ -36,6 +37,8 @@ class Traffic:
         """When each message came (unix seconds)."""
         self.payloads = bytearray()
         """All that it has sent, one after the other."""
+        self.head = 0
+        """The version of the head that it has reported last."""
         self._received: set[bytes] = set()
         self._begun: dict[bytes, tuple[float, bytearray]] = {}
 
@@ -48,6 +51,8 @@ class Traffic:
             return
         self.times.append(time.time())
         self.payloads += message.payload
+        if message.topic == INFO:
+            self.head = decode(message.payload, DeviceInfo, max_bytes=len(message.payload)).head_version
         if message.topic == UP:
             frame = decode(message.payload, Frame, max_bytes=MAX_FRAME_BYTES)
             empty = (self.times[-1], bytearray(frame.size_bytes))
@@ -94,8 +99,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         fleet.start_aggregator(task, "--verbose")
         fleet.start_device("device", data, "--upload-period-s", str(PERIOD_S), "--rescan-s", "0.5")
         fleet.wait_until("an evaluation", lambda: traffic.received(Evaluation))
+        # It sends an evaluation first, then this, and then nothing.
+        fleet.wait_until("the report of the head", lambda: traffic.head == 1)
         monitor.settle()
-        fleet.wait_until("silence", lambda: time.time() > traffic.times[-1] + 2)
         before = len(traffic.times)
         write_digits(data, classes=[0], start=EACH, each=1)
         fleet.wait_until("a second submission", lambda: len(traffic.received(Submission)) == 2)

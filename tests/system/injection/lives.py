@@ -37,7 +37,7 @@ RECURRING_S = 40.0
 OLD_S = 7200.0
 """Age given to temporary files of a killed program: younger ones may belong to a running one."""
 
-JOB_END_S = 20.0
+JOB_END_S = 120.0
 """A job has ended this long after its service."""
 
 DIGEST_LETTERS = 64

@@ -102,7 +102,7 @@ class Programs:
         self._first = folder / "first"
         log = folder / "first.log"
         first = self._run_device(self._mosquitto.address, "first", self._first, log)
-        assert first.wait(120) == 0, log.read_text()
+        assert first.wait(240) == 0, log.read_text()
         _, self._prototypes, self._head = read_device(self._first)
 
     def _make_identity(self, folder: Path) -> None:
@@ -116,7 +116,7 @@ class Programs:
             log=log,
         )
         enrolled.resume()
-        assert enrolled.wait(120) == 0, log.read_text()
+        assert enrolled.wait(240) == 0, log.read_text()
 
     def live(self, program: str, injection: Injection | None = None) -> Life:
         """Run one life, with a fault or to count its calls; its folder stays if it violates the invariant."""

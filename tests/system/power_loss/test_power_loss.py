@@ -56,9 +56,9 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Life]:
             recorders.append(record(programs[name].pid, root / f"{name}.strace"))
             programs[name].resume()
         for name in ("one", "two"):
-            assert programs[name].wait(150) == 0, (root / f"{name}.log").read_text()
+            assert programs[name].wait(240) == 0, (root / f"{name}.log").read_text()
         programs["aggregator"].terminate()
-        assert programs["aggregator"].wait(60) == 0
+        assert programs["aggregator"].wait(240) == 0
         for recorder in recorders:
             recorder.detach()
     lives = {name: Life(root / name, read_recording(root / f"{name}.strace", root / name)) for name in names}

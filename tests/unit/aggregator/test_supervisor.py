@@ -267,7 +267,11 @@ def test_a_training_outlives_serve(
     with Device(address) as device:
         assert device.upload(submission(task=digest_of(device.task()))).status == "received"
         fleet.wait_until("its job", lambda: any(jobs.glob("head-1-1-*/training.log")))
+        (job,) = fleet.jobs("aggregator")
+        job.suspend()  # it has not ended before `serve`
         _serve(fleet).kill()
+        fleet.wait_for_log("aggregator", "program ended program=serve")
+        job.resume()
         fleet.wait_for_log("aggregator", "training goes on version=1")
         assert device.head().version == 1
     assert len(list(jobs.iterdir())) == 1

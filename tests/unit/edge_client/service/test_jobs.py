@@ -371,7 +371,7 @@ def test_a_head_is_evaluated_beside_a_build_under_differential_privacy(
         bench.deliver(*bench.signed(HeadManifest(task=bench.task, current=head)))
         for frame in frames_of(data, digest=head.head.digest):
             bench.deliver(bench.topic("blk"), encode(frame))
-        assert reported.wait(30)
+        assert reported.wait(60)
         return whole(*arguments, **options)
 
     def leave(state: JobState, kind: Kind, *arguments: Any, **options: Any) -> Any:

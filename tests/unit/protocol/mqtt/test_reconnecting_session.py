@@ -183,14 +183,17 @@ def test_stop_sends_final_message_instead_of_will(broker: BrokerAddress) -> None
             assert hears.wait(Received).payload == b"end"
 
 
-def test_final_messages_are_delivered_before_disconnect(broker: BrokerAddress) -> None:
+def test_final_messages_are_delivered_before_disconnect(
+    broker: BrokerAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reconnecting_session, "STOP_TIMEOUT_S", float(TIMEOUT_S))
     with running(broker, "b", "state") as (_, hears):
         hears.wait(Connected)
         for number in range(15):
             with running(broker, f"a{number}", "state") as (says, ear):
                 ear.wait(Connected)
                 says.send(Outgoing("state", b"online", retain=True))
-                says.stop([Outgoing("state", str(number).encode(), retain=True)])
+                says.stop([Outgoing("state", str(number).encode(), retain=True)], timeout_s=TIMEOUT_S)
             while (heard := hears.wait(Received).payload) != str(number).encode():
                 assert heard == b"online"
 
@@ -222,12 +225,12 @@ def test_stop_without_broker_ends_the_thread(address: BrokerAddress) -> None:
 def test_listener_that_closes_is_retried_with_delay() -> None:
     with listening(lambda _: None) as (broker, times), running(broker, "a") as (_, ear):
         pauses = [ear.wait(Disconnected).retry_s for _ in range(4)]
-        assert len(times) == 8
+        assert len(times) >= 8
         assert all(
             second - first >= pause
             for pause, first, second in zip(pauses, times[1::2], times[2::2], strict=False)
         )
-        assert ear.rest() == []
+        assert {type(event) for event in ear.rest()} <= {Disconnected}
 
 
 def test_failed_attempts_and_lost_connections_leak_no_sockets_or_threads(address: BrokerAddress) -> None:

@@ -193,10 +193,11 @@ def test_receive_maximum_bounds_the_window() -> None:
     def answer(peer: socket.socket) -> None:
         peer.recv(1024)
         peer.sendall(b"\x20\x06\x00\x00\x03\x21\x00\x02")
+        while len(sent) < 2 * packet_bytes("t", 1) and (data := peer.recv(1024)):
+            sent.extend(data)
         peer.settimeout(1)
         with contextlib.suppress(TimeoutError):
-            while data := peer.recv(1024):
-                sent.extend(data)
+            sent.extend(peer.recv(1024))
         silent.set()
 
     with listening(answer) as (broker, _), running(broker, "a") as (says, ear):
