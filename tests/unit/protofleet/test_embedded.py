@@ -111,6 +111,7 @@ def test_fleet_in_one_process(
         }
         followed = every.wait_for(events.TaskReceived)
         assert (followed.algorithm, followed.classes) == ("fedtc", CLASSES)
+        every.wait_for(events.HeadInstalled)
         kinds = [type(each) for each in every.seen]
         assert kinds.index(events.BrokerConnected) < kinds.index(events.HeadInstalled), "after a failure"
         assert "a callback failed: BrokerConnected" in caplog.text
@@ -145,8 +146,11 @@ def test_device_starts_again_after_a_stop(tmp_path: Path, broker: str) -> None:
                 each.start()
         assert not each.is_running
         each.stop()
-    left = [thread.name for thread in threading.enumerate()]
-    assert threading.active_count() <= threads + 1, left  # the watchdog of ONNX Runtime stays
+    wait_until(
+        "the end of its threads, but for the watchdog of ONNX Runtime",
+        lambda: threading.active_count() <= threads + 1,
+        diagnostics=lambda: str([thread.name for thread in threading.enumerate()]),
+    )
 
 
 def test_state_directory_of_a_running_device_is_refused(tmp_path: Path, broker: str) -> None:

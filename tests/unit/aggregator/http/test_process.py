@@ -189,21 +189,30 @@ def test_clients_that_do_nothing_are_disconnected(tmp_path: Path, monkeypatch: p
         b"POST /api/v1/commands/promote HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{",
     )
     monkeypatch.setenv("PYTHONPATH", str(short_request_limit(tmp_path)), prepend=os.pathsep)
-    with serving(tmp_path) as (client, _), contextlib.ExitStack() as opened:
-        where = ("127.0.0.1", client.port)
-        watching, *idle = (
-            opened.enter_context(socket.create_connection(where, timeout=60)) for _ in range(1 + len(starts))
-        )
-        watching.sendall(b"GET /api/v1/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        for connection, start in zip(idle, starts, strict=True):
-            connection.sendall(start)
-            with contextlib.suppress(ConnectionError):
+    with serving(tmp_path) as (client, _), contextlib.closing(_watching(client.port)) as watching:
+        for start in starts:
+            with (
+                socket.create_connection(("127.0.0.1", client.port), timeout=60) as connection,
+                contextlib.suppress(ConnectionError),
+            ):
+                connection.sendall(start)
                 while connection.recv(65_536):
                     pass
         watching.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while True:
                 assert watching.recv(65_536)
+
+
+def _watching(port: int) -> socket.socket:
+    """Return a connection that waits for events; on a busy machine, the request of one may come too late."""
+    while True:
+        connection = socket.create_connection(("127.0.0.1", port), timeout=60)
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(b"GET /api/v1/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            if connection.recv(65_536):
+                return connection
+        connection.close()
 
 
 def short_request_limit(folder: Path) -> Path:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -35,6 +36,14 @@ from tests.support.graphs.hostile_graphs import (
     never_ends_on_white,
     random_features,
 )
+
+
+@pytest.fixture(autouse=True)
+def no_slots() -> Iterator[None]:
+    """Let runs in processes of their own wait for a busy machine."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(isolated_session, "WALL_FACTOR", 1e6)
+        yield
 
 
 @pytest.mark.skipif(
@@ -335,6 +344,7 @@ def test_runs_begin_alike_after_one_that_fails_is_killed_or_takes_long(
     (tmp_path / "b.onnx").write_bytes(never_ends_on_white())
     backbone = open_backbone(tmp_path / "b.onnx", provider="cpu", threads=1)
     with backbone.isolated() as isolated:
+        isolated.model._session._budget_s = 1e3
         feature = isolated.features(GRAY)
         program = _program(isolated)
 
@@ -365,11 +375,8 @@ def test_runs_begin_alike_after_one_that_fails_is_killed_or_takes_long(
         assert _program(isolated) is program
 
 
-def test_a_run_has_ten_times_the_processor_time_of_samples(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_has_ten_times_the_processor_time_of_samples(tmp_path: Path) -> None:
     """An image that needs more has no feature, and the next one has its own time."""
-    monkeypatch.setattr(isolated_session, "WALL_FACTOR", 1e6)  # this machine may be busy
     (tmp_path / "b.onnx").write_bytes(never_ends_on_white())
     backbone = open_backbone(tmp_path / "b.onnx", provider="cpu", threads=1)
     with backbone.isolated() as isolated:
