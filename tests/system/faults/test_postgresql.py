@@ -87,6 +87,7 @@ def test_each_submission_counts_once(address: BrokerAddress, tmp_path: Path) -> 
 
 @needs_postgresql
 @needs_mosquitto
+@pytest.mark.timeout(600)
 def test_devices_upload_again_what_a_restored_backup_lacks(address: BrokerAddress, tmp_path: Path) -> None:
     """Also if the aggregator runs meanwhile: it begins again, and so do devices."""
     with (
@@ -98,7 +99,7 @@ def test_devices_upload_again_what_a_restored_backup_lacks(address: BrokerAddres
         fleet.wait_for_log("aggregator", "connected to the broker")
         backup = server.dump("fleet_default")
         fleet.start_device("a", write_digits(tmp_path / "data", classes=[0, 1]))
-        fleet.wait_for("the submission", lambda status: status["submissions"])
+        fleet.wait_for_log("aggregator", "submission accepted device=a")
         server.restore(backup)
         fleet.wait_for_log("aggregator", "repeat each `revoke` and `forget` since")
         fleet.wait_for_log("aggregator", "submission accepted device=a", times=2)

@@ -236,6 +236,7 @@ def test_device_over_the_quota_logs_it_and_uploads_once_it_is_raised(fleet: Flee
     ]
 
 
+@pytest.mark.timeout(600)
 def test_head_is_trained_of_blobs_in_an_object_store(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
