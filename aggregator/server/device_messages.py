@@ -1,7 +1,9 @@
 """The messages of devices: presence, reports, uploads and blob requests."""
 
+import contextlib
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -33,6 +35,7 @@ from protocol.wire.messages import (
     PrivacyRecord,
     Reason,
     Receipt,
+    Released,
     Submission,
 )
 from protocol.wire.signing import sign_record
@@ -147,7 +150,8 @@ class DeviceMessages:
             return None
         if channel == "get" and message_kind(payload) == "privacy_record":
             record = decode(payload, PrivacyRecord, max_bytes=MAX_MANIFEST_BYTES)
-            self._authenticator.check_record(device, record)
+            with self._answering_with_stored_record(device):
+                self._authenticator.check_record(device, record)
             return record
         if channel == "get":
             self._take_request(device, decode(payload, BlobRequest, max_bytes=1024))
@@ -176,11 +180,9 @@ class DeviceMessages:
             case _Upload():
                 self._store_upload(device, item)
             case PrivacyRecord():
-                self._check_known(device)
-                answer = self._reports.merge_record(device, item)
-                if self._answered.take((device, None), now_s=time.monotonic()):
-                    topic = device_topic(self.task.file.fleet, device, "ack")
-                    self.receipts.append((device, sign_record(answer, key=self.key, topic=topic)))
+                with self._answering_with_stored_record(device):
+                    self._check_known(device)
+                    self._answer_record(device, self._reports.merge_record(device, item))
 
     def _check_known(self, device: str) -> None:
         if self._allowed is not None and device not in self._allowed:
@@ -188,15 +190,33 @@ class DeviceMessages:
         if self._authenticator.check_name(device) is None:
             self._quotas.check_new_device(device)
 
-    def _answer(self, device: str, receipt: Receipt) -> None:
-        """Send a receipt, unless the device has caused too many."""
+    def _may_answer(self, device: str, reason: Reason | None) -> bool:
+        """Return whether a device gets an answer; it may have caused too many with this reason of refusal."""
         # A client can make up any number of names.
-        is_unknown = receipt.reason == "unknown_device" or (
-            receipt.reason == "quota" and self.store.keys.get(device) is None
-        )
-        bucket = (UNKNOWN_DEVICE if is_unknown else device, receipt.reason)
-        if self._answered.take(bucket, now_s=time.monotonic()):
+        is_unknown = reason == "unknown_device" or (reason == "quota" and self.store.keys.get(device) is None)
+        bucket = (UNKNOWN_DEVICE if is_unknown else device, reason)
+        return self._answered.take(bucket, now_s=time.monotonic())
+
+    def _answer(self, device: str, receipt: Receipt) -> None:
+        if self._may_answer(device, receipt.reason):
             self.receipts.append((device, receipt))
+
+    def _answer_record(
+        self, device: str, releases: tuple[Released, ...], reason: Reason | None = None
+    ) -> None:
+        if self._may_answer(device, reason):
+            topic = device_topic(self.task.file.fleet, device, "ack")
+            record = sign_record(PrivacyRecord(releases=releases), key=self.key, topic=topic)
+            self.receipts.append((device, record))
+
+    @contextlib.contextmanager
+    def _answering_with_stored_record(self, device: str) -> Iterator[None]:
+        """Answer a record that is refused, too: a device may have lost its key with its record."""
+        try:
+            yield
+        except Refused as refused:
+            self._answer_record(device, self.store.devices.releases(device), refused.reason)
+            raise
 
     def _answer_refused(self, device: str, digest: bytes, refused: Refused) -> None:
         """Send a receipt for what is refused, so that the device does not ask again."""

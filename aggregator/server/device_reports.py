@@ -17,6 +17,7 @@ from protocol.wire.messages import (
     Presence,
     PrivacyRecord,
     Reason,
+    Released,
     TaskManifest,
 )
 
@@ -57,14 +58,14 @@ class DeviceReports:
         if info.warning and info.warning != before[1]:
             self._log.event(logging.WARNING, "device warns its operator", device=device, warning=info.warning)
 
-    def merge_record(self, device: str, record: PrivacyRecord) -> PrivacyRecord:
+    def merge_record(self, device: str, record: PrivacyRecord) -> tuple[Released, ...]:
         """Store the releases that a device has made, and return all that it has ever reported."""
         self._check_room(device)
         releases, lost = self._store.devices.merge_releases(device, record.releases)
         if lost:
             text = "device has lost its record of private submissions, and gets the stored one"
             self._log.event(logging.WARNING, text, device=device, submissions=lost)
-        return PrivacyRecord(releases=releases)
+        return releases
 
     def _check_room(self, device: str) -> None:
         if not self._store.devices.has_room_for(device):

@@ -94,9 +94,7 @@ class Devices:
         Returns all of them, and how many the report lacks. A device that has too many kinds of releases keeps those
         that are stored.
         """
-        rows = self._database.read("SELECT releases, lost FROM epsilons WHERE device = ?", device)
-        text, lost = rows[0] if rows else ("[]", 0)
-        stored, own = self._database.decode(text, tuple[Released, ...]), kinds_of(reported)
+        (stored, lost), own = self._stored_releases(device), kinds_of(reported)
         kinds = kinds_of(stored)
         merged, lacking = record_of(kinds | own), (kinds - own).total()
         if len(merged) > MAX_RELEASED_KINDS:
@@ -108,6 +106,15 @@ class Devices:
                 *(device, msgspec.json.encode(merged).decode(), lacking),
             )
         return merged, lacking
+
+    def releases(self, device: str) -> tuple[Released, ...]:
+        """Return all releases that a device has ever reported."""
+        return self._stored_releases(device)[0]
+
+    def _stored_releases(self, device: str) -> tuple[tuple[Released, ...], int]:
+        rows = self._database.read("SELECT releases, lost FROM epsilons WHERE device = ?", device)
+        text, lost = rows[0] if rows else ("[]", 0)
+        return self._database.decode(text, tuple[Released, ...]), lost
 
     def lost_releases(self) -> dict[str, int]:
         """Return how many of its releases the last report of a device lacks, for devices with such a report."""

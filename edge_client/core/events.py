@@ -137,10 +137,12 @@ class SpaceFreed(Occurrence, frozen=True):
 class RecordAdopted(Occurrence, frozen=True):
     """The device has what the aggregator names of its releases under differential privacy.
 
-    The aggregator has the device's own, too, if it `is_complete`.
+    The aggregator has the device's own, too, if it `is_complete`. `ends_task`: the device had lost its own, and takes
+    part in no task without differential privacy any more.
     """
 
     is_complete: bool
+    ends_task: bool = False
 
 
 class ImagesChanged(Occurrence, frozen=True):
@@ -224,6 +226,10 @@ class SendRecord(Action, frozen=True):
 
 class CheckOutbox(Action, frozen=True):
     """Verify the items in the outbox: the aggregator has received other bytes than their digests are of."""
+
+
+class DropForbidden(Action, frozen=True):
+    """Delete what the device must not upload any more; OutboxSeen follows."""
 
 
 class StoreReceipt(Action, frozen=True):

@@ -161,7 +161,8 @@ class State:
         stored_build_problem: why that start's last build had no submission, until there is another build. It is not
             published: its task may have been another one.
         stored: digests of the blobs on disk.
-        has_record: the aggregator has named, since the start, what this device has released under differential privacy.
+        has_record: the aggregator has named, since the start, what this device has released under differential privacy:
+            it may have lost its own record, and uploads nothing before.
         record_due_s: time at which the device sends its record; infinite once it is answered.
         record_attempts: times that it was sent without an answer.
         packet_bytes: payload of a frame that the broker of the last connection accepts.

@@ -90,9 +90,8 @@ def _react(state: State, event: events.Event, now_s: float) -> events.Step:  # n
         case events.SpaceFreed(works=works):
             left = {work: missing for work, missing in state.missing_space.items() if work not in works}
             return replace(state, missing_space=left), ()
-        case events.RecordAdopted(is_complete=is_complete):
-            due_s = float("inf") if is_complete else state.record_due_s
-            return replace(state, has_record=True, record_due_s=due_s), ()
+        case events.RecordAdopted():
+            return _record_adopted(state, event)
         case events.ImagesChanged():
             return replace(state, images_changed=True), ()
     return state, ()
@@ -119,7 +118,7 @@ def _install_and_build(state: State, now_s: float) -> events.Step:
     else:
         is_due = seen is not None and seen.number != state.joined_round
     is_due |= now_s >= state.retry_at_s and (manifest.program is None or seen is not None)
-    is_due &= state.has_record or not _has_record(state)
+    is_due &= state.has_record or not _is_private(state)
     if not is_due or not state.can_build or stale & {"task", "round"} or "build" in state.missing_space:
         return state, actions
     number = seen.number if seen else state.joined_round
@@ -127,29 +126,42 @@ def _install_and_build(state: State, now_s: float) -> events.Step:
     return state, (*actions, events.BuildSubmission(task, manifest, seen))
 
 
-def _has_record(state: State) -> bool:
-    """Return whether the device and the aggregator compare what was released under differential privacy."""
+def _is_private(state: State) -> bool:
     is_private = state.manifest is not None and kind_of(state.manifest).is_private
     return is_private and state.mode is not Mode.DRY_RUN
 
 
 def _with_record_due(state: State) -> State:
+    """Send the record again; in a task without privacy, one answer since the start is enough."""
+    if state.has_record and not _is_private(state):
+        return state
     return replace(state, record_due_s=0.0, record_attempts=0)
 
 
 def _send_record(state: State, now_s: float) -> events.Step:
-    """Send the record of releases until the aggregator has answered; nothing is released before its first answer.
+    """Send the record of releases until the aggregator has answered; nothing is uploaded before its first answer.
 
-    It waits for the end of a build: when a release was charged depends on images.
+    It waits for the end of a private build: when a release was charged depends on images.
     """
-    is_due = state.connected and now_s >= state.record_due_s and not state.building
-    if not is_due or not _has_record(state):
+    waits = state.manifest is None or (state.building and _is_private(state))
+    is_due = state.connected and now_s >= state.record_due_s and not waits
+    if not is_due or state.mode is Mode.DRY_RUN:
         return state, ()
     attempts = state.record_attempts + 1
     state = replace(state, record_attempts=attempts, record_due_s=now_s + retry_delay_s(attempts))
     text = "waiting for the aggregator's record of what this device has spent on privacy; retrying"
     is_late = attempts == MAX_DAMAGED and not state.has_record
     return state, (events.SendRecord(), *([events.Log(text, error=True)] if is_late else []))
+
+
+def _record_adopted(state: State, adopted: events.RecordAdopted) -> events.Step:
+    """Allow uploads; after a lost record, what was built for a task without privacy is dropped and built again."""
+    due_s = float("inf") if adopted.is_complete and not adopted.ends_task else state.record_due_s
+    state = replace(state, has_record=True, record_due_s=due_s)
+    if not adopted.ends_task or _is_private(state):
+        return state, ()
+    state = replace(_repeat(_repeat(state, "install"), "build"), installed=None, uploads=())
+    return state, (events.CancelJobs(("build", "install")), events.DropForbidden())
 
 
 def _exit_if_done(state: State, _now_s: float) -> events.Step:
@@ -176,6 +188,8 @@ def _has_contributed(state: State, head: HeadRef) -> bool:
 
 def _restart_transfers(state: State) -> State:
     """Repeat all requests: messages in flight may be lost."""
+    if state.record_due_s < float("inf"):
+        state = replace(state, record_due_s=0.0)
     return replace(downloads.restart(state), uploads=tuple(map(uploads.restart, state.uploads)))
 
 

@@ -88,8 +88,8 @@ def _queue(uploads: Iterable[Upload]) -> tuple[Upload, ...]:
 
 
 def query_due(state: State, now_s: float) -> events.Step:
-    """Send the current upload's query if it is due."""
-    if not state.uploads or not state.connected:
+    """Send the current upload's query if it is due; none before the aggregator has named the device's releases."""
+    if not state.uploads or not state.connected or not state.has_record:
         return state, ()
     upload = state.uploads[0]
     if upload.due_s is None or now_s < upload.due_s:

@@ -11,6 +11,7 @@ from edge_client.config import Settings
 from edge_client.core import events, state_machine
 from edge_client.core.state import Mode, UploadItem
 from edge_client.privacy.adoption import adopt, record_in
+from edge_client.privacy.charges import requires_privacy
 from edge_client.service import notices
 from edge_client.service.blob_downloads import BlobDownloads, import_backbones
 from edge_client.service.data_folder import Scanned
@@ -20,7 +21,7 @@ from edge_client.service.job_processes import FromChild
 from edge_client.service.job_results import ShowDryRun
 from edge_client.service.jobs import Due, JobEvent, Jobs
 from edge_client.service.publisher import Publisher
-from edge_client.service.stored_start import stored_state
+from edge_client.service.stored_start import drop_forbidden, stored_state
 from edge_client.store.app_files import Drift, read_value
 from edge_client.store.culprits import MAX_DEATHS, task_key
 from edge_client.store.device_state import DeviceState
@@ -96,7 +97,10 @@ class Device:
         self._exit: events.Exit | None = None
         self._info_is_due = False
         self._drift = read_value(store.folder, Drift).newest(now_s=time.time())
-        self._reported: tuple[Mapping[str, str], Mapping[str, int], str, float | None] = ({}, {}, "", None)
+        self._reported: tuple[Mapping[str, str], Mapping[str, int], str, float | None, bool] = (
+            *({}, {}, "", None),
+            False,
+        )
         self._sent_info: DeviceInfo | None = None
         self._next_scan_s = 0.0
         self._ticked_s = math.inf
@@ -242,7 +246,7 @@ class Device:
         # Refused messages are reported when the number for one reason reaches a power of two.
         refused = {reason: count.bit_length() for reason, count in self._inbox.refused.items()}
         problems = self._state.problems
-        reported = (problems, refused, self._own_topic.warning, self._drift)
+        reported = (problems, refused, self._own_topic.warning, self._drift, self._state.has_record)
         before, self._reported = self._reported, reported
         for kind, text in problems.items():
             if text != before[0].get(kind):
@@ -409,6 +413,9 @@ class Device:
                     self._events.put(events.OutboxSeen(self._store.outbox.items()))
             case events.CheckOutbox():
                 self._check_outbox()
+            case events.DropForbidden():
+                drop_forbidden(self._store, self._settings)
+                self._events.put(events.OutboxSeen(self._store.outbox.items()))
             case events.StoreReceipt(item=item):
                 self._store_receipt(item)
             case events.Log(text=text, error=error):
@@ -421,7 +428,7 @@ class Device:
 
         A damaged ledger has no record: the build says so.
         """
-        is_complete = True
+        is_complete, is_known = True, requires_privacy(self._settings, self._store.ledger)
         with contextlib.suppress(PrivacyRefused):
             if named is None:
                 self._publisher.send_record(record_in(self._store.ledger))
@@ -432,7 +439,8 @@ class Device:
                 log_event(log, logging.ERROR, "record of private submissions refused", reason=error)
                 return
             self._info_is_due |= self._store.get(PrivacySpent).adopted > 0
-        self._events.put(events.RecordAdopted(is_complete=is_complete))
+        ends_task = not is_known and requires_privacy(self._settings, self._store.ledger)
+        self._events.put(events.RecordAdopted(is_complete=is_complete, ends_task=ends_task))
 
     def _check_outbox(self) -> None:
         """Build again what was damaged on disk: a submission from the images, an evaluation by another trial."""

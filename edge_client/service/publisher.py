@@ -118,6 +118,7 @@ class Publisher:
         required = requires_privacy(self._settings, self._store.ledger)
         bounded = policy.is_bounded(state.manifest, requires_privacy=required)
         bounded |= submission.is_private  # report and problems are still those of an earlier, private task
+        bounded |= not state.has_record  # or of one that this device's state has lost
         # Before there is a task, its privacy is unknown.
         is_silent = state.manifest is None or bounded
         problems = {**state.problems, "build": state.build_problem}

@@ -19,7 +19,7 @@ def stored_state(settings: Settings, store: DeviceState) -> State:
         _, reason = store.leave_failed_heads()
         store.outbox.drop_damaged()
         if requires_privacy(settings, store.ledger):
-            _drop_forbidden(store, settings)
+            drop_forbidden(store, settings)
     head, evaluated = store.heads_in_use().installed, kept.evaluated
     key = head.key if head else None
     reported = {evaluated, *(item.head for item in store.outbox.items())}
@@ -49,7 +49,7 @@ def _is_masked_for(store: DeviceState, item: UploadItem, second_operator: bytes 
     return operator is not None and operator.sign_key == second_operator
 
 
-def _drop_forbidden(store: DeviceState, settings: Settings) -> None:
+def drop_forbidden(store: DeviceState, settings: Settings) -> None:
     """Delete what an earlier start has built, and the owner's limits of this start do not allow."""
     is_within = partial(is_within_limits, settings=settings, ledger=store.ledger)
     forbidden = [

@@ -203,6 +203,9 @@ def stop_all() -> None:
 class DeviceBench:
     """A running device of the fleet `f` with the name `device`; `settings` change those of `make_settings`."""
 
+    named: tuple[Released, ...] | None = ()
+    """The releases that the aggregator names beside those of the device; None for no answer."""
+
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.settings = make_settings(folder, broker=BrokerAddress("localhost", 1883), **settings)
         self.state = folder / "state"
@@ -216,8 +219,6 @@ class DeviceBench:
         self._sessions: list[_Session] = []
         self._offers: dict[bytes, bytes] = {}
         self._answered = 0
-        self.named: tuple[Released, ...] | None = ()
-        """The releases that the aggregator names beside those of the device; None for no answer."""
         self._ending: BaseException | int | None = None
         self._thread: threading.Thread | None = None
 

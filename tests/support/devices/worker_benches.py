@@ -244,5 +244,7 @@ class PrivateBench:
     def info(self) -> DeviceInfo:
         device = Device(self.settings, self.store)
         problem = self.store.get(StoredState).problems.get("build", "")
-        device._state = replace(device._state, task=self.task, manifest=self.manifest, build_problem=problem)
+        device._state = replace(
+            device._state, task=self.task, manifest=self.manifest, build_problem=problem, has_record=True
+        )
         return device.info()

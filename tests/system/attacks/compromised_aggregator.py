@@ -23,13 +23,14 @@ from protocol.wire.messages import (
     HeadRef,
     Message,
     Presence,
+    PrivacyRecord,
     Program,
     Receipt,
     RoundManifest,
     TaskManifest,
     Tensors,
 )
-from protocol.wire.signing import public_key
+from protocol.wire.signing import public_key, sign_record
 from protocol.wire.topics import FleetChannel, device_topic, fleet_topic, parse_device_topic
 from protocol.wire.transfer import frames_of
 from tests.support.devices.device_factory import linear_head
@@ -180,7 +181,11 @@ class CompromisedAggregator:
         if message.retained or not message.payload:
             return
         channel = parse_device_topic(message.topic).channel
-        if channel == "get":
+        if channel == "get" and message_kind(message.payload) == "privacy_record":
+            topic = device_topic(FLEET, DEVICE, "ack")
+            record = sign_record(PrivacyRecord(), key=KEY, topic=topic)
+            self._client.publish_without_waiting(topic, encode(record))
+        elif channel == "get":
             self._send_blob(decode(message.payload, BlobRequest, max_bytes=1024))
         elif channel == "up":
             self._add_frame(decode(message.payload, Frame, max_bytes=MAX_FRAME_BYTES))

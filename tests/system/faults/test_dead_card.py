@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.privacy.policy import BUDGET
+from edge_client.privacy.policy import BUDGET, NOT_PRIVATE
 from edge_client.store.device_state import DeviceState
 from edge_client.store.stored_values import PrivacySpent
-from tests.support.fleets.fleet import Fleet, write_digits
+from tests.support.fleets.fleet import Fleet, write_digits, write_task
 from tests.support.fleets.secure_fleet import EACH, write_private_task
 from tests.support.network.brokers import free_address, mosquitto
 
@@ -22,7 +22,10 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 
 
 def test_a_new_card_renews_no_budget(fleet: Fleet) -> None:
-    """The device adopts what the aggregator has stored under its name, also one that has started anew since."""
+    """The device adopts what the aggregator has stored under its name, also one that has started anew since.
+
+    It does so with a new key, which is refused, and in a task without differential privacy: it submits nothing.
+    """
     task = write_private_task(fleet.root, min_devices=1, operator="")
     data = write_digits(fleet.root / "data", classes=list(range(10)), start=0, each=EACH)
     fleet.start_aggregator(task)
@@ -50,3 +53,11 @@ def test_a_new_card_renews_no_budget(fleet: Fleet) -> None:
         spent = store.get(PrivacySpent)
         assert store.outbox.newest_submission() is None
     assert (spent.total_epsilon, spent.releases, spent.adopted) == (before.total_epsilon, 1, 1)
+    fleet.kill("aggregator")
+    shutil.rmtree(state)
+    fleet.start_aggregator(write_task(fleet.root))
+    fleet.start_device("device", data)
+    fleet.wait_for_log("device", NOT_PRIVATE)
+    with closing(DeviceState(state, read_only=True)) as store:
+        assert store.get(PrivacySpent).adopted == 1
+        assert store.outbox.items() == ()

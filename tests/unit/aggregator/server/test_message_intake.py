@@ -322,14 +322,31 @@ def test_record_of_private_releases_never_shrinks(store: Store) -> None:
 
 
 def test_record_of_another_key_is_refused(store: Store) -> None:
-    """It would spend a device's budget."""
-    bench = Bench(store)
+    """It would spend a device's budget. A device that has lost its key is told what it has spent."""
+    bench, own = Bench(store), Released(2.0, 1, 3)
     assert bench.answer(_upload(_numbered("a", 1), "a")).status == "received"
-    assert bench.handle(_record("a", Released(0.5, 1, 1), key="b")) == []
+    for record in (_record("a", own), _record("a", Released(0.5, 1, 1), key="b"), _record("a", own)):
+        ((device, answer),) = bench.handle(record)
+        assert isinstance(answer, PrivacyRecord)
+        assert (device, answer.releases) == ("a", (own,))
+        assert is_own_record(answer, public=public_key(KEY), topic=device_topic(FLEET, "a", "ack"))
     assert [(each.device, each.reason) for each in store.refusals.all()] == [("a", "signature")]
-    ((_, answer),) = bench.handle(_record("a"))
+    assert store.devices.lost_releases() == {}
+
+
+@pytest.mark.parametrize("fleet", ["closed", "of others", "full"])
+def test_record_of_a_device_that_may_not_upload_is_answered(store: Store, fleet: str) -> None:
+    """Nothing is stored of it. Its upload is refused then, with the reason."""
+    store.keys.pin("b", bytes(32), now_s=0.0)
+    file = msgspec.structs.replace(TASK.file, devices=("b",) if fleet == "of others" else None)
+    bench = _limited(store, max_devices=1) if fleet == "full" else Bench(store, replace(TASK, file=file))
+    if fleet == "closed":
+        store.keys.close_fleet()
+    ((_, answer),) = bench.handle(_record("a", Released(0.5, 1, 1)))
     assert isinstance(answer, PrivacyRecord)
-    assert answer.releases == ()
+    assert (answer.releases, store.devices.releases("a")) == ((), ())
+    reason = "quota" if fleet == "full" else "unknown_device"
+    assert [(each.reason, each.count) for each in store.refusals.all()] == [(reason, 1)]
 
 
 def test_closing_and_revoking_apply_at_once(store: Store) -> None:

@@ -180,7 +180,7 @@ def test_a_broadcast_that_does_not_arrive_is_requested() -> None:
 def uploaded() -> State:
     """Return a single run that is uploading its submission for round 0."""
     stored = frozenset(digest_of(data) for data in (*GRAPHS.values(), BACKBONE, TENSORS[0]))
-    state = State(mode=Mode.ONCE, stored=stored, connected=True)
+    state = State(mode=Mode.ONCE, stored=stored, connected=True, has_record=True)
     for event in (events.TaskSeen(TASK, MANIFEST), round_manifest(0), events.SubmissionBuilt(TASK, ITEM, 0)):
         state, _ = step(state, event, now_s=0)
     assert [upload.item for upload in state.uploads] == [ITEM]

@@ -54,7 +54,8 @@ def play(state: State, *happened: events.Event, now_s: float = 0) -> tuple[State
 
 
 def uploading(mode: Mode = Mode.SERVICE) -> State:
-    state = State(mode=mode, device="device", stored=frozenset({digest_of(BACKBONE)}), connected=True)
+    stored = frozenset({digest_of(BACKBONE)})
+    state = State(mode=mode, device="device", stored=stored, connected=True, has_record=True)
     return play(state, events.TaskSeen(TASK, MANIFEST), events.SubmissionBuilt(TASK, ITEM))[0]
 
 
@@ -104,7 +105,7 @@ def test_a_refusal_ends_the_program_or_is_logged(
 def test_requests_for_a_refused_blob_back_off() -> None:
     """The refusal is logged once."""
     digest = digest_of(BACKBONE)
-    state = State(mode=Mode.SERVICE, connected=True)
+    state = State(mode=Mode.SERVICE, connected=True, has_record=True)
     state, actions = play(state, events.TaskSeen(TASK, MANIFEST), events.DownloadOpened(digest, 0))
     asked, logged = [], 0
     for second in range(1, 3000):

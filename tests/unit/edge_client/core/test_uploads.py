@@ -22,7 +22,7 @@ QUERY = (SIZE - QUERY_BYTES, SIZE)
 
 def begin(item: UploadItem = ITEM, mode: Mode = Mode.SERVICE) -> State:
     """Return a connected device that has sent the query of its only upload."""
-    state = State(mode=mode, task=item.task, uploads=(Upload(item),))
+    state = State(mode=mode, has_record=True, task=item.task, uploads=(Upload(item),))
     return step(state, mqtt.Connected(), now_s=0)[0]
 
 
@@ -107,7 +107,7 @@ def test_frames_shrink_until_they_arrive_before_the_connection_ends(carries_byte
 def test_frames_shrink_until_the_broker_does_not_drop_them(size: int, limit_bytes: int) -> None:
     """It acknowledges them all. A payload of one frame that gets no answer is queried by its last bytes."""
     item, arrived = item_of(bytes(size)), bytearray(size)
-    state = State(mode=Mode.SERVICE, task=item.task, uploads=(Upload(item),))
+    state = State(mode=Mode.SERVICE, has_record=True, task=item.task, uploads=(Upload(item),))
     state, sent = play(state, mqtt.Connected())
     for now_s in range(0, 24 * 3600, 5):
         frames, sent = (
@@ -297,7 +297,9 @@ def test_a_lost_submission_is_sent_again() -> None:
 def test_a_received_submission_is_confirmed_with_a_query_only() -> None:
     """All devices do so when an aggregator starts, also those whose submission fits one frame."""
     item = item_of(bytes(1000))
-    state, windows = play(State(mode=Mode.SERVICE, task=item.task, uploads=(Upload(item),)), mqtt.Connected())
+    state, windows = play(
+        State(mode=Mode.SERVICE, has_record=True, task=item.task, uploads=(Upload(item),)), mqtt.Connected()
+    )
     assert windows == [((0, 1000),)]
     state, _ = play(state, Receipt(digest=item.digest, status="received"))
     state, windows = play(state, events.AggregatorStarted())

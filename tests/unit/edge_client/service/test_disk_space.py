@@ -160,7 +160,7 @@ def test_only_submissions_leave_the_reserve(disk: Disks, tmp_path: Path, kind: s
         assert keep_item(state, b"payload", kind="evaluation").size_bytes == 7
 
 
-READY = State(mode=Mode.SERVICE, stored=frozenset({TINY.digest}), connected=True)
+READY = State(mode=Mode.SERVICE, stored=frozenset({TINY.digest}), connected=True, has_record=True)
 SPACE = MissingSpace(Path(), 7, "the disk is almost full")
 
 

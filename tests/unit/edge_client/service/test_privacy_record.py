@@ -7,14 +7,17 @@ from click.testing import CliRunner
 
 from edge_client.cli import cli
 from edge_client.privacy.adoption import ADOPTED
-from edge_client.privacy.policy import BUDGET
+from edge_client.privacy.policy import BUDGET, NOT_PRIVATE
 from edge_client.store.device_state import DeviceState
 from edge_client.store.privacy_ledger import LOST
 from edge_client.store.stored_values import PrivacySpent
+from protocol.mqtt.events import Disconnected
 from protocol.statistics.noisy_sums import MAX_DISCRETENESS
-from protocol.wire.messages import Released
+from protocol.wire.codec import decode
+from protocol.wire.messages import Evaluation, Frame, Released
+from tests.support.devices.device_bench import CONSTANT, HeadBench
 from tests.support.devices.device_bench import _TaskBench as TaskBench
-from tests.support.devices.device_factory import image_file, make_manifest, noise, write_images
+from tests.support.devices.device_factory import image_file, make_manifest, noise, payload_of, write_images
 from tests.support.devices.worker_benches import PUBLIC_MAP, WANTED, private_task
 from tests.support.graphs.backbones import tiny_backbone
 from tests.unit.protocol.statistics.test_gaussian_privacy import closed_form
@@ -40,6 +43,12 @@ class PrivateDevice(TaskBench):
     @property
     def spent(self) -> PrivacySpent:
         return self.store.get(PrivacySpent)
+
+
+class Unanswered(HeadBench):
+    """A device in a task without privacy, whose aggregator has not answered yet."""
+
+    named: tuple[Released, ...] | None = None
 
 
 @pytest.fixture
@@ -79,6 +88,43 @@ def test_device_with_a_new_card_has_spent_what_the_aggregator_names(device: Priv
     device.name(())
     assert device.submission() is None
     assert len(device.store.ledger.releases()) == 1
+
+
+def test_a_task_without_privacy_gets_nothing_of_a_device_that_has_lost_its_private_submissions(
+    tmp_path: Path,
+) -> None:
+    """Also what it has built and evaluated before the aggregator's answer, which may come late."""
+    device = Unanswered(tmp_path)
+    report = device.install(device.head(1, CONSTANT["cat"]))
+    assert sum(report.evaluation.correct) > 0
+    assert device.submission() is not None
+    device.wait(60)
+    assert (device.sent("up", Frame), device.info.images) == ([], {})
+    device.name(EARLIER)
+    assert device.submission() is None
+    assert device.info.problem == NOT_PRIVATE[:256]
+    uploads = {each.digest for each in device.sent("up", Frame)}
+    (item,) = device.store.outbox.items()
+    assert uploads == {item.digest}
+    bounded = decode(payload_of(device.store, item), Evaluation, max_bytes=item.size_bytes)
+    assert (bounded.head_version, sum(bounded.correct), sum(bounded.incorrect)) == (1, 0, 0)
+    device.named = ()
+    device.wait(60)
+    assert device.records[-1].releases == EARLIER, "which ends the alarm of a lost record"
+
+
+def test_a_device_that_was_never_private_asks_once(tmp_path: Path) -> None:
+    """Its uploads wait for the answer, and need no other one until the next start."""
+    device = Unanswered(tmp_path)
+    assert (device.sent("up", Frame), device.info.images) == ([], {})
+    device.named = ()
+    device.report(Disconnected("lost", 1.0)).connect()
+    (item,) = device.store.outbox.items()
+    assert {each.digest for each in device.sent("up", Frame)} == {item.digest}
+    assert device.info.images == {"cat": 20, "dog": 20}
+    asked = len(device.records)
+    device.report(Disconnected("lost", 1.0)).connect().wait(600)
+    assert len(device.records) == asked
 
 
 def test_device_that_was_restored_from_an_older_copy_adopts_what_it_lacks(
