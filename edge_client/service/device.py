@@ -5,7 +5,7 @@ import logging
 import math
 import queue
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from edge_client.config import Settings
 from edge_client.core import events, state_machine
@@ -74,6 +74,16 @@ Incoming = mqtt.Event | JobEvent | events.Event | events.Exit | BaseException
 """Events of the MQTT session, of jobs and of the state machine's own actions, and errors of threads."""
 
 
+class _Reported(NamedTuple):
+    """What the device's info is published again for; refused messages by reason, as a power of two."""
+
+    problems: "Mapping[str, str]"
+    refused: "Mapping[str, int]"
+    warning: str
+    drift: float | None
+    has_record: bool
+
+
 class Device:
     """One device of one fleet, on a locked state directory; in a dry run `show` takes what would be sent."""
 
@@ -97,10 +107,7 @@ class Device:
         self._exit: events.Exit | None = None
         self._info_is_due = False
         self._drift = read_value(store.folder, Drift).newest(now_s=time.time())
-        self._reported: tuple[Mapping[str, str], Mapping[str, int], str, float | None, bool] = (
-            *({}, {}, "", None),
-            False,
-        )
+        self._reported = _Reported({}, {}, "", None, has_record=False)
         self._sent_info: DeviceInfo | None = None
         self._next_scan_s = 0.0
         self._ticked_s = math.inf
@@ -245,13 +252,13 @@ class Device:
         """Log and publish problems that have changed, and publish the device's info when it is due."""
         # Refused messages are reported when the number for one reason reaches a power of two.
         refused = {reason: count.bit_length() for reason, count in self._inbox.refused.items()}
-        problems = self._state.problems
-        reported = (problems, refused, self._own_topic.warning, self._drift, self._state.has_record)
+        state, own_topic = self._state, self._own_topic
+        reported = _Reported(state.problems, refused, own_topic.warning, self._drift, state.has_record)
         before, self._reported = self._reported, reported
-        for kind, text in problems.items():
-            if text != before[0].get(kind):
+        for kind, text in state.problems.items():
+            if text != before.problems.get(kind):
                 notify(notices.ProblemReported(kind=kind, text=text))
-            if kind in _LOGGED and text != before[0].get(kind):
+            if kind in _LOGGED and text != before.problems.get(kind):
                 clock = time.strftime("%Y-%m-%d") if kind == "manifest" else None
                 log_event(log, _LOGGED[kind], text, clock=clock)
         if not self._is_dry_run and (self._info_is_due or reported != before):
