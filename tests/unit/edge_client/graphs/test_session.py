@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -39,11 +38,9 @@ from tests.support.graphs.hostile_graphs import (
 
 
 @pytest.fixture(autouse=True)
-def no_slots() -> Iterator[None]:
+def no_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let runs in processes of their own wait for a busy machine."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(isolated_session, "WALL_FACTOR", 1e6)
-        yield
+    monkeypatch.setattr(isolated_session, "WALL_FACTOR", 1e6)
 
 
 @pytest.mark.skipif(

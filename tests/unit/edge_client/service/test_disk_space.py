@@ -1,5 +1,6 @@
 """A device whose disk is almost full writes nothing large, reports it, and goes on once there is space."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -160,7 +161,13 @@ def test_only_submissions_leave_the_reserve(disk: Disks, tmp_path: Path, kind: s
         assert keep_item(state, b"payload", kind="evaluation").size_bytes == 7
 
 
-READY = State(mode=Mode.SERVICE, stored=frozenset({TINY.digest}), connected=True, has_record=True)
+READY = State(
+    mode=Mode.SERVICE,
+    stored=frozenset({TINY.digest}),
+    connected=True,
+    has_record=True,
+    record_due_s=math.inf,
+)
 SPACE = MissingSpace(Path(), 7, "the disk is almost full")
 
 
