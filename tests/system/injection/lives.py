@@ -250,8 +250,11 @@ def names_of(folder: Path) -> set[str]:
 
 
 def leftovers(folder: Path, expected: set[str]) -> list[str]:
-    """Return files that an undisturbed life does not leave, without SQLite's logs and damaged files moved aside."""
-    known = re.compile(r".*(-wal|-shm|\.damaged)|damaged/.*")
+    """Return files that an undisturbed life does not leave.
+
+    SQLite's logs, damaged files moved aside, and the folder of a job, which the next start deletes, do not count.
+    """
+    known = re.compile(r".*(-wal|-shm|\.damaged)|damaged/.*|jobs/\d+/.*")
     return sorted(name for name in names_of(folder) - expected if not known.fullmatch(name))
 
 
