@@ -41,7 +41,7 @@ FORKED = (
     "edge_client.cli",
     "sums_operator.cli",
     "tests.support.fleets.fast_aggregator",
-    "tests.support.fleets.fast_device",
+    "tests.support.fleets.changed_device",
     "tests.support.fleets.killed_program",
     "tests.support.fleets.traced_jobs",
 )

@@ -34,7 +34,7 @@ from protocol.wire.signing import public_key, sign_record
 from protocol.wire.topics import FleetChannel, device_topic, fleet_topic, parse_device_topic
 from protocol.wire.transfer import frames_of
 from tests.support.devices.device_factory import linear_head
-from tests.support.fleets.fast_job import RUN_S
+from tests.support.fleets.changed_job import RUN_S
 from tests.support.fleets.fleet import write_digits
 from tests.support.graphs.backbones import tiny_backbone
 from tests.support.messages.manifests import signed_manifest
@@ -95,7 +95,14 @@ class CompromisedAggregator:
         if not data.exists():
             write_digits(data, classes=[0, 1])
         self.fleet.start(
-            *(DEVICE, "tests.support.fleets.fast_device", "--broker", str(self.fleet.open), "--fleet", FLEET),
+            *(
+                DEVICE,
+                "tests.support.fleets.changed_device",
+                "--broker",
+                str(self.fleet.open),
+                "--fleet",
+                FLEET,
+            ),
             *("--device-id", DEVICE, "--data", data, "--state", self._state, "--username", DEVICE),
             *("--aggregator-key", public_key(KEY).hex(), "--threads", "1"),
             *("--rescan-s", "0.5", "--verbose"),

@@ -41,7 +41,7 @@ def _kill_during_uploads(root: Path, brokers: tuple[BrokerAddress, ...], kill: C
         for number, name in enumerate(DEVICES):
             data = write_digits(root / f"images-{number}", classes=CLASSES, start=20 * number)
             options = ("--broker", rotated(brokers, number), "--backbone", root / "backbone-0.onnx")
-            fleet.start_device(name, data, *options, program="tests.support.fleets.fast_device")
+            fleet.start_device(name, data, *options)
         for number, name in enumerate(DEVICES):
             fleet.wait_for_log(name, f"{CONNECTED}{brokers[number % len(brokers)]}")
         _wait_for_topics(observed, set(uploads))

@@ -1,11 +1,14 @@
 """Rounds of FedPCL and FPL with real processes over a real broker."""
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from protocol.mqtt.reconnecting_session import BrokerAddress
+from tests.support.fleets.changed_job import STOPS
 from tests.support.fleets.fleet import Fleet, write_digits, write_task
 from tests.support.graphs.exported_graphs import provide
 from tests.support.network.brokers import mosquitto, needs_mosquitto
@@ -46,7 +49,7 @@ def start_device(fleet: Fleet, number: int) -> None:
     data = fleet.root / f"data-{number}"
     if not data.exists():
         write_digits(data, classes=SHARES[number], start=20 * number, each=10)
-    fleet.start_device(f"device-{number}", data, program="tests.support.fleets.fast_device")
+    fleet.start_device(f"device-{number}", data, program="tests.support.fleets.changed_device")
 
 
 @needs_mosquitto
@@ -71,12 +74,14 @@ def test_rounds_of_fedpcl_and_then_of_other_algorithms(tmp_path: Path, address: 
 
 
 def _rounds_of_fedpcl(fleet: Fleet) -> None:
-    """Kill a device during a long training: it resumes the training, and the round waits for it."""
-    start_aggregator(fleet, "fedpcl", quorum=3, rounds=2, epochs=500, batch_size=4, **FEDPCL)
-    for number in range(3):
+    """Kill a device during its training: it resumes the training, and the round waits for it."""
+    start_aggregator(fleet, "fedpcl", quorum=3, rounds=2, epochs=50, batch_size=4, **FEDPCL)
+    with patch.dict(os.environ, {STOPS: "1"}):
+        start_device(fleet, 0)
+    for number in (1, 2):
         start_device(fleet, number)
     checkpoints = fleet.device_state("device-0") / "checkpoints"
-    fleet.wait_until("a checkpoint", lambda: any(checkpoints.glob("[!.]*")), pause_s=0.02)
+    fleet.wait_until("a checkpoint", lambda: any(checkpoints.glob("[!.]*")))
     fleet.kill("device-0")
     start_device(fleet, 0)
     fleet.wait_for_log("device-0", "training resumed step=")

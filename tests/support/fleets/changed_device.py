@@ -1,4 +1,4 @@
-"""`edge-client` whose jobs have short limits, as `fast_job` says."""
+"""`edge-client` whose jobs environment variables change, as `changed_job` says."""
 
 from edge_client import cli
 from edge_client.service import job_processes
@@ -6,7 +6,7 @@ from edge_client.service import job_processes
 
 def main() -> None:
     """Run `edge-client`."""
-    job_processes.PROGRAM = "tests.support.fleets.fast_job"
+    job_processes.PROGRAM = "tests.support.fleets.changed_job"
     cli.main()
 
 
