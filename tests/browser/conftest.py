@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from aggregator.http.page_folders import page_folder
-from tests.browser.pages import CHROMIUM, DashboardPage
+from tests.browser.pages import CHROMIUM, TIMEOUT_MS, DashboardPage
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Playwright
@@ -48,6 +48,7 @@ def browser(playwright: "Playwright") -> "Iterator[Browser]":
     """Debian's Chromium. `attacker.example` is this machine, as an attacker's DNS server could answer."""
     browser = playwright.chromium.launch(
         executable_path=shutil.which(CHROMIUM),
+        timeout=TIMEOUT_MS,
         args=["--no-sandbox", "--host-resolver-rules=MAP attacker.example 127.0.0.1"],
     )
     yield browser

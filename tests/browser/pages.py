@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 CHROMIUM = "chromium"
 
-TIMEOUT_MS = 60_000.0
-"""How long the page may take to show what it must."""
+TIMEOUT_MS = 180_000.0
+"""How long Chromium may take to start, and a page to show what it must."""
 
 
 class DashboardPage:
@@ -31,8 +31,8 @@ class DashboardPage:
         self.uploads: list[str] = []
         self.server_stops = False
         self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+        self.context.set_default_timeout(TIMEOUT_MS)
         self.page = self.context.new_page()
-        self.page.set_default_timeout(TIMEOUT_MS)
         self.page.on("console", self._log)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("request", self._request)

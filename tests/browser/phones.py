@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from PIL import Image
 from sklearn.datasets import load_digits, load_sample_images
 
-from tests.browser.pages import CHROMIUM, DashboardPage
+from tests.browser.pages import CHROMIUM, TIMEOUT_MS, DashboardPage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,7 +85,8 @@ def phone(playwright: "Playwright", film: Path, certificate: Path | None = None)
     ]
     if certificate:
         arguments.append(f"--ignore-certificate-errors-spki-list={key_digest(certificate)}")
-    with playwright.chromium.launch(executable_path=shutil.which(CHROMIUM), args=arguments) as browser:
+    program = shutil.which(CHROMIUM)
+    with playwright.chromium.launch(executable_path=program, args=arguments, timeout=TIMEOUT_MS) as browser:
         yield browser
 
 

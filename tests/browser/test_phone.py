@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -224,10 +225,10 @@ def test_files_are_taken_where_the_browser_keeps_them(
     """In German; all but one are then deleted together."""
     link, images = open_fleet[1], write_photographs(tmp_path / "images", count=4, seed=3)
     profile, program = tmp_path / "profile", shutil.which(CHROMIUM)
-    start = playwright.chromium.launch_persistent_context
+    start = partial(playwright.chromium.launch_persistent_context, timeout=TIMEOUT_MS)
     with start(profile, executable_path=program, args=["--no-sandbox"], locale="de-DE") as context:
+        context.set_default_timeout(TIMEOUT_MS)
         page = context.new_page()
-        page.set_default_timeout(TIMEOUT_MS)
         grant = {"permissions": ["durableStorage"], "origin": link.partition("/join")[0]}
         context.new_cdp_session(page).send("Browser.grantPermissions", grant)
         page.goto(link)

@@ -23,6 +23,7 @@ from edge_client.heads.head import open_head
 from edge_client.images.extraction import feature_of
 from protocol.models.preprocessing import Preprocessing
 from protocol.mqtt.tls import BrokerAddress
+from tests.browser.pages import TIMEOUT_MS
 from tests.browser.phone_device import PhoneDevice
 from tests.support.fleets.fleet import CLASSES, Fleet, wait_until, write_digits, write_task
 from tests.support.graphs.backbones import tiny_backbone
@@ -65,6 +66,7 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Surroundi
 @pytest.fixture
 def context(browser: "Browser") -> "Iterator[BrowserContext]":
     context = browser.new_context()
+    context.set_default_timeout(TIMEOUT_MS)
     yield context
     context.close()
 

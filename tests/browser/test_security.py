@@ -11,6 +11,7 @@ import pytest
 
 from aggregator.storage.store import Store
 from tests.browser.conftest import OpenPage
+from tests.browser.pages import TIMEOUT_MS
 from tests.support.messages.submissions import TASK, device_info
 from tests.unit.aggregator.http.servers import Client, serving
 from tests.unit.aggregator.status.stores import busy_store, submission_row
@@ -82,6 +83,7 @@ def test_other_sites_can_neither_command_nor_read(
     """In a browser that is signed in."""
     client, token = server
     context = browser.new_context()
+    context.set_default_timeout(TIMEOUT_MS)
     page = context.new_page()
     page.goto(client.origin)
     page.get_by_role("button", name="Sign in").click()
@@ -100,6 +102,7 @@ def test_rebound_name_is_refused(browser: "Browser", server: tuple[Client, str])
     """DNS rebinding: the attacker's name has become the address of this machine."""
     client, _ = server
     context = browser.new_context()
+    context.set_default_timeout(TIMEOUT_MS)
     page = context.new_page()
     answer = page.goto(f"http://attacker.example:{client.port}/api/v1/status")
     assert answer is not None

@@ -19,7 +19,7 @@ import pytest
 from tests.support.network.brokers import free_address
 from tests.support.programs import find_program
 
-_START_S = 60.0
+_START_S = 240.0
 
 
 def postgresql_program(name: str) -> str | None:

@@ -31,7 +31,7 @@ from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.mqtt.tls import BrokerAccess
 from tests.support.programs import find_program
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 240.0
 
 
 def free_address() -> BrokerAddress:

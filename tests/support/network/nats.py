@@ -28,7 +28,7 @@ from tests.support.network.sessions import running
 from tests.support.programs import find_program
 
 SERVERS = 3
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 240.0
 CONFIGURATION = """\
 server_name: server-{number}
 listen: "{client}"

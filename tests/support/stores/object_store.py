@@ -17,7 +17,7 @@ from tests.support.network.brokers import free_address
 from tests.support.network.sessions import request
 
 BUCKET = "fleet"
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 240.0
 
 SIGNED = {
     "Authorization": "AWS4-HMAC-SHA256 Credential=fleet/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, "
