@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Received
-from protocol.wire.topics import device_topic, fleet_topic
+from protocol.wire.topics import DeviceChannel, device_topic, fleet_topic
 from tests.support.fleets.fleet import Fleet, accepted_submissions, write_digits, write_task
 from tests.support.network.brokers import Mosquitto, free_address, needs_mosquitto, rotated
 from tests.support.network.nats import NatsCluster, needs_nats
@@ -13,6 +13,7 @@ from tests.support.network.sessions import EventLog, running
 FLEET = "default"
 CLASSES = [0, 1, 2]
 DEVICES = ("device-0", "device-1", "device-2")
+CHANNELS: tuple[DeviceChannel, ...] = ("ack", "up")
 CONNECTED = "connected to the broker broker="
 
 
@@ -24,26 +25,31 @@ def _wait_for_topics(log: EventLog, topics: set[str]) -> None:
 def _kill_during_uploads(root: Path, brokers: tuple[BrokerAddress, ...], kill: Callable[[], None]) -> None:
     """Kill the first broker, which the aggregator and the first device use, when no upload has been answered.
 
-    The aggregator is paused, so that what the brokers have for it is lost with the first one.
+    The aggregator is paused, so that what the brokers have for it is lost with the first one. Before, it has answered
+    the devices' records of private submissions; their images come afterwards, all at once.
     """
-    uploads = [device_topic(FLEET, name, "up") for name in DEVICES]
+    answers, uploads = ([device_topic(FLEET, name, channel) for name in DEVICES] for channel in CHANNELS)
     manifests = [fleet_topic(FLEET, "task"), fleet_topic(FLEET, "round")]
     task = write_task(root, classes=list(map(str, CLASSES)), quorum=3)
     with (
         Fleet(root, brokers[0]) as fleet,
-        running(brokers[1], "observer", *uploads, *manifests) as (_, observed),
+        running(brokers[1], "observer", *answers, *uploads, *manifests) as (_, observed),
     ):
         observed.wait(Connected)
         fleet.start_aggregator(task, "--broker", rotated(brokers, 0))
         _wait_for_topics(observed, set(manifests))
         fleet.wait_for_log("aggregator", f"{CONNECTED}{brokers[0]}")
-        fleet.pause("aggregator")
         for number, name in enumerate(DEVICES):
-            data = write_digits(root / f"images-{number}", classes=CLASSES, start=20 * number)
+            (root / f"images-{number}").mkdir()
             options = ("--broker", rotated(brokers, number), "--backbone", root / "backbone-0.onnx")
-            fleet.start_device(name, data, *options)
+            fleet.start_device(name, root / f"images-{number}", *options, "--rescan-s", "0.5")
         for number, name in enumerate(DEVICES):
             fleet.wait_for_log(name, f"{CONNECTED}{brokers[number % len(brokers)]}")
+        _wait_for_topics(observed, set(answers))
+        fleet.pause("aggregator")
+        for number in range(len(DEVICES)):
+            written = write_digits(root / f"written-{number}", classes=CLASSES, start=20 * number)
+            written.rename(root / f"images-{number}")
         _wait_for_topics(observed, set(uploads))
         kill()
         fleet.resume("aggregator")
