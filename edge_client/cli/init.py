@@ -115,16 +115,19 @@ def _proposed(given: dict[str, Any], images: int | None) -> dict[str, Any]:
 def _slot_s(backbones: tuple[Path, ...]) -> float:
     """Return the seconds that an image may take with backbones, or with any that is quick on this machine."""
     from edge_client.graphs.backbone import open_backbone
-    from edge_client.graphs.isolated_session import MIN_BUDGET_S, WALL_FACTOR
+    from edge_client.graphs.forked_runs import MIN_BUDGET_S, WALL_FACTOR
     from edge_client.graphs.session import require_runtime
+    from edge_client.images.isolated_decoding import isolated_decoder
+    from protocol.models.preprocessing import Preprocessing
 
     if backbones:
         require_runtime()
-    slot_s = 0.0
+    slots_s = []
     for path in backbones:
         with open_backbone(path, provider="cpu").isolated() as isolated:
-            slot_s += isolated.model.slot_s
-    return slot_s or WALL_FACTOR * MIN_BUDGET_S
+            slots_s.append(isolated.model.slot_s)
+    with isolated_decoder(Preprocessing(height=224, width=224)) as decoder:
+        return sum(max(slot_s, decoder.slot_s) for slot_s in slots_s or [WALL_FACTOR * MIN_BUDGET_S])
 
 
 def _text(given: dict[str, Any]) -> str:

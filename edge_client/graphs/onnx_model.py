@@ -61,7 +61,7 @@ class OnnxModel:
     def isolated(self, samples: Tensors | None = None) -> Iterator["OnnxModel"]:
         """Yield the model with runs that have a process of their own each, on the CPU.
 
-        With samples as inputs, each run has a budget of time, `IsolatedSession.set_budget`.
+        With samples as inputs, each run has a budget of time, `ForkedRuns.set_budget`.
 
         Raises:
             GraphRefused: it fails on the samples.
@@ -71,7 +71,8 @@ class OnnxModel:
         with contextlib.closing(IsolatedSession(self._source)) as session:
             self._guarded(session.start, MAX_START_S)
             if samples is not None:
-                self._guarded(lambda options: session.set_budget([*self.outputs], samples, options))
+                sample = ([*self.outputs], dict(samples))
+                self._guarded(lambda options: session.set_budget(sample, options))
             yield replace(self, provider="cpu", note="", _session=session, slot_s=session.slot_s)
 
     def run(

@@ -72,11 +72,17 @@ Alter = Callable[[LabeledImage, Preprocessing, NDArray[np.uint8]], NDArray[np.ui
 Isolate = Callable[[Backbone], AbstractContextManager[Backbone]]
 """Gives a backbone that runs on one image at a time, in a process of its own."""
 
-_Pixels = dict[Preprocessing, NDArray[np.uint8]]
+Pixels = dict[Preprocessing, NDArray[np.uint8]]
 """An image, uint8 (H, W, 3), preprocessed for each backbone."""
 
-_Digests = dict[str, bytes]
+Digests = dict[str, bytes]
 """`pixel_digest` of images by their identities."""
+
+Decode = Callable[[LabeledImage, Iterable[Preprocessing], Alter | None, Digests | None], Pixels | Refusal]
+"""`pixels_of`, or what does the same in other processes."""
+
+IsolateBoth = Callable[[Backbone], AbstractContextManager[tuple[Backbone, Decode]]]
+"""Gives a backbone as `Isolate` does, and what decodes an image for it."""
 
 
 def extract(  # noqa: PLR0913 - features depend on eight things
@@ -89,7 +95,7 @@ def extract(  # noqa: PLR0913 - features depend on eight things
     on_progress: Callable[[int, int], None],
     culprits: Culprits | None = None,
     alter: tuple[str, Alter] | None = None,
-    isolate: Isolate | None = None,
+    isolate: IsolateBoth | None = None,
 ) -> Extraction:
     """Compute the features that are not in the cache, one backbone after the other.
 
@@ -103,8 +109,9 @@ def extract(  # noqa: PLR0913 - features depend on eight things
     `on_progress(cached, computed)` is called for each backbone with the images that need no computation, then after
     each batch with its images.
     `alter` is a change to the images, and the tag of the changed images' features in the cache.
-    With `isolate`, backbones run as it gives them, and where one fails, the image is unusable: no image influences
-    another one's features, nor whether they exist.
+    With `isolate`, backbones run and images are decoded as it gives them, those first at one of which a job may have
+    ended. Where either fails, the image is unusable: no image influences another one's features, nor whether they
+    exist.
 
     Raises:
         StateError: the features cannot be stored; DiskAlmostFull if there is too little space for all of them.
@@ -113,7 +120,7 @@ def extract(  # noqa: PLR0913 - features depend on eight things
     culprits = culprits or Culprits()
     _forget_changed(images, cache)
     tag, change = alter or (ISOLATED if isolate else "", None)
-    refused, known, digests = _crashed(images, culprits), cache.contents(), _Digests()
+    refused, known, digests = _crashed(images, culprits), cache.contents(), Digests()
     computed = cached = 0
     may_pass = False
     for sha256 in backbones:
@@ -126,14 +133,17 @@ def extract(  # noqa: PLR0913 - features depend on eight things
             continue
         event(log, logging.INFO, "computing features", images=len(todo), cached=len(rest) - len(todo))
         with contextlib.ExitStack() as stack:
-            backbone = stack.enter_context((isolate or nullcontext)(open_backbone(sha256)))
+            opened = open_backbone(sha256)
+            backbone, decode = stack.enter_context(isolate(opened)) if isolate else (opened, None)
             stack.callback(culprits.decoding, (), 0)
+            if decode is not None:
+                decode_suspects(todo, culprits, decode)
             batches = feature_batches(
                 _named(todo, culprits, batch_size),
                 [backbone],
                 batch_size=batch_size,
                 alter=change,
-                isolated=isolate is not None,
+                decode=decode,
                 digests=digests,
             )
             left = len(todo)
@@ -152,7 +162,7 @@ def extract(  # noqa: PLR0913 - features depend on eight things
     return Extraction(computed, cached, refused=tuple(sorted(refused.items())), may_pass=may_pass)
 
 
-def decode_suspects(images: Sequence[LabeledImage], culprits: Culprits) -> None:
+def decode_suspects(images: Sequence[LabeledImage], culprits: Culprits, decode: Decode | None = None) -> None:
     """Decode, one at a time, the images that an extraction was decoding when its job ended.
 
     An image at which a job ends again is left out by `extract`, until its file changes or there is more memory.
@@ -166,7 +176,7 @@ def decode_suspects(images: Sequence[LabeledImage], culprits: Culprits) -> None:
     for image in suspects:
         if image.path not in crashed:
             culprits.decoding([image.identity], limit_bytes())
-            _decoded(image, [Preprocessing(height=224, width=224)], None, {})
+            (decode or pixels_of)(image, [Preprocessing(height=224, width=224)], None, {})
         culprits.decoded(image.identity)
     culprits.decoding((), 0)
 
@@ -218,9 +228,7 @@ def _missing(
     return todo, refused
 
 
-def _store(
-    batch: Sequence[Outcome], backbone: str, digests: _Digests, cache: FeatureCache
-) -> dict[Path, str]:
+def _store(batch: Sequence[Outcome], backbone: str, digests: Digests, cache: FeatureCache) -> dict[Path, str]:
     """Store a batch, except for refusals that may pass; return the unusable images with reasons."""
     found = {image.identity: digests[image.identity] for image, _ in batch if image.identity in digests}
     cache.put_contents(found)  # first: no image is grouped without one
@@ -239,37 +247,36 @@ def feature_batches(
     *,
     batch_size: int,
     alter: Alter | None = None,
-    isolated: bool = False,
-    digests: _Digests | None = None,
+    decode: Decode | None = None,
+    digests: Digests | None = None,
 ) -> Iterator[list[Outcome]]:
     """Yield features batch by batch, in the order of the images, decoding at most two batches ahead.
 
-    Each image is decoded once, and its features from all backbones are concatenated. With `isolated`, backbones run on
-    one image at a time, and where one fails, the image has no feature. `digests` gets each image's `pixel_digest` as it
-    is decoded.
+    Each image is decoded once, and its features from all backbones are concatenated. With `decode`, images are decoded
+    and backbones run one image at a time, and where one fails, the image has no feature. `digests` gets each image's
+    `pixel_digest` as it is decoded.
 
     Raises:
-        ProtofleetError: a backbone fails, and not `isolated`.
+        ProtofleetError: a backbone fails, without `decode`.
     """
-    compute = _compute_each if isolated else _compute
+    compute, threads = (_compute_each, 1) if decode else (_compute, decoding_threads())
     specs = {backbone.metadata.preprocessing for backbone in backbones}
     ahead = iter(images)
-    waiting: deque[tuple[LabeledImage, Future[_Pixels | Refusal]]] = deque()
+    waiting: deque[tuple[LabeledImage, Future[Pixels | Refusal]]] = deque()
     with (
         warnings.catch_warnings(),
-        ThreadPoolExecutor(decoding_threads(), thread_name_prefix="decode") as pool,
+        ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool,
     ):
         # Pillow's warnings about a broken image repeat the reason of its refusal.
         warnings.filterwarnings("ignore", module="PIL")
         try:
             while True:
                 for image in itertools.islice(ahead, 2 * batch_size - len(waiting)):
-                    waiting.append((image, pool.submit(_decoded, image, specs, alter, digests)))
+                    waiting.append((image, pool.submit(decode or pixels_of, image, specs, alter, digests)))
                 if not waiting:
                     return
                 batch = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
-                loaded = [(image, loading.result()) for image, loading in batch]
-                yield compute(backbones, loaded)
+                yield compute(backbones, ((image, loading.result()) for image, loading in batch))
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -294,14 +301,19 @@ def feature_of(image: Image.Image | bytes, backbones: Sequence[Backbone]) -> NDA
         specs = {backbone.metadata.preprocessing for backbone in backbones}
         with decoded(image) if isinstance(image, bytes) else nullcontext(image) as opened:
             pixels = {spec: preprocess(opened, spec) for spec in specs}
-    except Exception as error:  # as in `_decoded`
+    except Exception as error:  # as in `pixels_of`
         return Refusal(str(error) or type(error).__name__)
     return _finite(_features(backbones, [pixels])[0])
 
 
-def _decoded(
-    image: LabeledImage, specs: Iterable[Preprocessing], alter: Alter | None, digests: _Digests | None
-) -> _Pixels | Refusal:
+def pixels_of(
+    image: LabeledImage, specs: Iterable[Preprocessing], alter: Alter | None, digests: Digests | None
+) -> Pixels | Refusal:
+    """Return an image as each backbone gets it, or why it is unusable; `digests` gets its `pixel_digest`.
+
+    Raises:
+        PrivacyRefused: the device has no secret for `alter`.
+    """
     path = image.path
     try:
         with decoded(path) as opened:
@@ -326,19 +338,20 @@ def _may_pass(cause: BaseException | None) -> bool:
 
 
 def _compute(
-    backbones: Sequence[Backbone], loaded: Sequence[tuple[LabeledImage, _Pixels | Refusal]]
+    backbones: Sequence[Backbone], loading: Iterable[tuple[LabeledImage, Pixels | Refusal]]
 ) -> list[Outcome]:
+    loaded = [*loading]
     pixels = [made for _, made in loaded if not isinstance(made, Refusal)]
     features = iter(_features(backbones, pixels) if pixels else ())
     return [(image, made if isinstance(made, Refusal) else _finite(next(features))) for image, made in loaded]
 
 
 def _compute_each(
-    backbones: Sequence[Backbone], loaded: Sequence[tuple[LabeledImage, _Pixels | Refusal]]
+    backbones: Sequence[Backbone], loading: Iterable[tuple[LabeledImage, Pixels | Refusal]]
 ) -> list[Outcome]:
-    """Compute each image by itself; a failure of a backbone is the image's."""
+    """Compute each image by itself while the next one is decoded; a failure of a backbone is the image's."""
     computed: list[Outcome] = []
-    for image, made in loaded:
+    for image, made in loading:
         try:
             outcome = made if isinstance(made, Refusal) else _finite(_features(backbones, [made])[0])
         except StateError:
@@ -349,7 +362,7 @@ def _compute_each(
     return computed
 
 
-def _features(backbones: Sequence[Backbone], pixels: Sequence[_Pixels]) -> NDArray[np.float32]:
+def _features(backbones: Sequence[Backbone], pixels: Sequence[Pixels]) -> NDArray[np.float32]:
     parts = [
         backbone.features(np.stack([made[backbone.metadata.preprocessing] for made in pixels]))
         for backbone in backbones

@@ -17,12 +17,22 @@ from edge_client.config import Settings
 from edge_client.core.submission_kinds import kind_of
 from edge_client.graphs.backbone import Backbone, open_backbone
 from edge_client.graphs.session import Provider
-from edge_client.images.extraction import ISOLATED, Alter, Isolate, decode_suspects, extract
+from edge_client.images.extraction import (
+    ISOLATED,
+    Alter,
+    Decode,
+    Isolate,
+    decode_suspects,
+    extract,
+    pixels_of,
+)
 from edge_client.images.image_scanner import Scan, path_of
 from edge_client.images.images import LabeledImage, NoImages, name_some
+from edge_client.images.isolated_decoding import isolated_decoder
 from edge_client.kinds.job_progress import ExtractionCounter, JobProgress
 from edge_client.privacy.perturbation import cache_tag, perturb_image
 from edge_client.privacy.policy import is_bounded
+from edge_client.privacy.upload_slots import longest_build_s
 from edge_client.prototypes.holdout import held_out
 from edge_client.store.culprits import MAX_DEATHS, Culprits, task_key
 from edge_client.store.feature_cache import FeatureCache
@@ -233,11 +243,16 @@ class Workspace:
         slots_s: list[float] = []
 
         @contextlib.contextmanager
-        def isolated(backbone: Backbone) -> Iterator[Backbone]:
-            with self.isolate(backbone) as one:
-                slots_s.append(one.model.slot_s)
+        def isolated(backbone: Backbone) -> Iterator[tuple[Backbone, Decode]]:
+            with self.isolate(backbone) as one, contextlib.ExitStack() as stack:
+                decode: Decode = pixels_of
+                slot_s = one.model.slot_s
+                if math.isfinite(slot_s):  # decoding has a budget where runs have one
+                    decoder = stack.enter_context(isolated_decoder(backbone.metadata.preprocessing))
+                    slot_s, decode = max(slot_s, decoder.slot_s), decoder.pixels_of
+                slots_s.append(slot_s)
                 self._warn_of_period(len(images), sum(slots_s))
-                yield one
+                yield one, decode
 
         reporter = ExtractionCounter(
             self.show_progress, images=len(images), backbones=len(manifest.backbones)
@@ -264,7 +279,7 @@ class Workspace:
 
     def _warn_of_period(self, images: int, slot_s: float) -> None:
         """Log that the owner's period cannot hold a build of so many images of `slot_s` seconds each."""
-        period_s, needed_s = self.settings.upload_period_s, images * slot_s
+        period_s, needed_s = self.settings.upload_period_s, longest_build_s(images, slot_s)
         if period_s is not None and math.isfinite(needed_s) and needed_s > period_s:
             event(log, logging.WARNING, SHORT_PERIOD, needed_s=math.ceil(needed_s), images=images)
 

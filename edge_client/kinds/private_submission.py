@@ -123,7 +123,6 @@ def _make(
     listed = Charge(labels, digest_of(_digest_of_names(images)))
     charged = charge(listed)
     release = charged.release
-    workspace.decode_suspects(images)
     if release.content is None and not workspace.dry_run:
         workspace.cache.forget_unusable(*training_feature_keys(manifest))
     found = workspace.extract(manifest, scan)

@@ -18,9 +18,17 @@ def next_slot_s(now_s: float, period_s: float, *, device: str, task: bytes) -> f
     return origin_s + (math.floor((now_s - origin_s) / period_s) + 1) * period_s
 
 
+def longest_build_s(images: int, slot_s: float) -> float:
+    """Return the time of the slowest build of so many images: each is decoded while a backbone runs on an earlier one.
+
+    `slot_s` is the most seconds that either takes for an image.
+    """
+    return (images + 1) * slot_s
+
+
 def proposed_period_s(images: int, slot_s: float) -> float:
     """Return whole hours that hold a build of so many images, each of which takes at most `slot_s` seconds."""
-    return 3600.0 * math.ceil(images * slot_s / 3600)
+    return 3600.0 * math.ceil(longest_build_s(images, slot_s) / 3600)
 
 
 def publication_s(end_s: float, now_s: float, period_s: float) -> float:

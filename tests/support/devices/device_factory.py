@@ -67,6 +67,15 @@ def image_file(path: Path, image: Image.Image | None = None, **options: Any) -> 
     return path
 
 
+def slow_jpeg(path: Path, *, scans: int) -> Path:
+    """Write a progressive JPEG of 4 megapixels whose last scan is repeated: each takes a millisecond or more."""
+    image_file(path, Image.new("L", (2000, 2000), 128), quality=50, progressive=True)
+    data, end = path.read_bytes(), b"\xff\xd9"
+    last = data[data.rindex(b"\xff\xc4") : -len(end)]
+    path.write_bytes(data.removesuffix(end) + scans * last + end)
+    return path
+
+
 def gray_png(width: int, height: int, data: bytes) -> bytes:
     """Return a PNG file whose header claims a size, with compressed rows of gray pixels, which may be others."""
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)

@@ -19,7 +19,7 @@ from onnx import helper
 
 import edge_client
 from edge_client.graphs import backbone as backbones
-from edge_client.graphs import isolated_session
+from edge_client.graphs import forked_runs
 from edge_client.graphs.backbone import Backbone, open_backbone
 from edge_client.graphs.concurrent_session import MAX_PART, ConcurrentSession
 from edge_client.graphs.isolated_session import IsolatedSession
@@ -40,7 +40,7 @@ from tests.support.graphs.hostile_graphs import (
 @pytest.fixture(autouse=True)
 def no_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let runs in processes of their own wait for a busy machine."""
-    monkeypatch.setattr(isolated_session, "WALL_FACTOR", 1e6)
+    monkeypatch.setattr(forked_runs, "WALL_FACTOR", 1e6)
 
 
 @pytest.mark.skipif(
@@ -327,7 +327,7 @@ def test_outputs_of_an_isolated_run_have_a_maximum_length(
     """A graph chooses their size."""
     with backbone.isolated() as isolated:
         feature = isolated.features(GRAY)
-        monkeypatch.setattr(isolated_session, "MAX_OUTPUT_BYTES", feature.nbytes)
+        monkeypatch.setattr(forked_runs, "MAX_OUTPUT_BYTES", feature.nbytes)
         with pytest.raises(ProtofleetError, match=f"gives more than {feature.nbytes} bytes"):
             isolated.features(GRAY)
         monkeypatch.undo()
@@ -378,20 +378,20 @@ def test_a_run_has_ten_times_the_processor_time_of_samples(tmp_path: Path) -> No
     backbone = open_backbone(tmp_path / "b.onnx", provider="cpu", threads=1)
     with backbone.isolated() as isolated:
         feature, session = isolated.features(GRAY), isolated.model._session
-        assert session._budget_s >= isolated_session.MIN_BUDGET_S
+        assert session._budget_s >= forked_runs.MIN_BUDGET_S
         assert session._used_s < session._budget_s
         with pytest.raises(ProtofleetError, match=r"takes more than \S+ s of the processor"):
             isolated.features(WHITE)
         np.testing.assert_array_equal(isolated.features(GRAY), feature)
 
 
-def test_a_run_that_waits_ends_with_its_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_waits_ends_with_its_slot(tmp_path: Path) -> None:
     """A stopped process stands for one that waits for memory: it uses no processor time."""
     (tmp_path / "b.onnx").write_bytes(never_ends_on_white())
     backbone = open_backbone(tmp_path / "b.onnx", provider="cpu", threads=1)
-    with backbone.isolated() as isolated:
+    with backbone.isolated() as isolated, pytest.MonkeyPatch.context() as patched:
         isolated.model._session._budget_s = 1e3
-        monkeypatch.setattr(isolated_session, "WALL_FACTOR", 1e-3)
+        patched.setattr(forked_runs, "WALL_FACTOR", 1e-3)
         program = psutil.Process(_program(isolated).pid)
 
         def stop() -> None:
