@@ -75,7 +75,7 @@ Incoming = mqtt.Event | JobEvent | events.Event | events.Exit | BaseException
 
 
 class _Reported(NamedTuple):
-    """What the device's info is published again for; refused messages by reason, as a power of two."""
+    """Facts of which a change publishes the info again; refused messages by reason, as a power of two."""
 
     problems: "Mapping[str, str]"
     refused: "Mapping[str, int]"
