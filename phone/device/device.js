@@ -24,9 +24,21 @@ const SHOW_MS = 50;
 /** An image that is not taken, by a word: `file` without persistent storage, `label` of no class, `phase` before a task. */
 export class RefusedImage extends Error {}
 
+/** Return true if this page can keep files: with blocked cookies it can keep nothing, in WebKit's private windows no file. */
+async function canStore() {
+  try {
+    const store = await Store.open();
+    const written = store.setFacts({ test: new Blob(["file"]) });
+    await written.finally(() => store.database.close());
+    return true;
+  } catch (error) {
+    return error instanceof StorageFull;
+  }
+}
+
 /**
  * Return what this browser lacks to be a device; empty if nothing.
- * @returns {Promise<("secure" | "ed25519" | "storage" | "canvas")[]>}
+ * @returns {Promise<("secure" | "ed25519" | "storage" | "wasm" | "canvas")[]>}
  */
 export async function missingFeatures() {
   if (!isSecureContext || !crypto.subtle) return ["secure"];
@@ -36,8 +48,8 @@ export async function missingFeatures() {
   context?.putImageData(pixels, 0, 0);
   // Some browsers change pixels on purpose.
   const isSame = context?.getImageData(0, 0, 16, 16).data.every((level, at) => level === pixels.data[at]);
-  /** @type {["ed25519" | "storage" | "canvas", boolean][]} */
-  const has = [["ed25519", hasKeys], ["storage", "indexedDB" in globalThis && "locks" in navigator], ["canvas", Boolean(isSame)]];
+  /** @type {["ed25519" | "storage" | "wasm" | "canvas", boolean][]} */
+  const has = [["ed25519", hasKeys], ["storage", "locks" in navigator && (await canStore())], ["wasm", "WebAssembly" in globalThis], ["canvas", Boolean(isSame)]];
   return has.filter(([, holds]) => !holds).map(([name]) => name);
 }
 
@@ -112,8 +124,8 @@ export class Device {
     const membership = { fleet, device, origin, isClosed: Boolean(secret) };
     const facts = Store.facts({ membership, key, trust: { ...NO_TRUST, ...known } });
     await this.#store.write({ facts }, { facts: ["joining"] });
-    const persistent = await navigator.storage.persist();
-    this.#change({ phase: "member", membership, storage: { ...this.#known.storage, persistent } });
+    this.#change({ phase: "member", membership });
+    this.#keepStorage();
     await this.#connect();
   }
 
@@ -200,7 +212,7 @@ export class Device {
     this.#work = new Work(this.#store, this.#features, () => this.#known);
     const [images, groups, left, membership, heads, replaced, persistent] = await Promise.all([
       this.#store.all("images"), this.#store.all("groups"), this.#store.all("left"), this.#store.fact("membership"),
-      this.#store.fact("heads"), this.#store.fact("replaced"), navigator.storage.persisted(),
+      this.#store.fact("heads"), this.#store.fact("replaced"), navigator.storage?.persisted() ?? false,
     ]);
     images.sort((a, b) => a.time_s - b.time_s);
     const problem = replaced ? { key: /** @type {const} */ ("replaced"), detail: "" } : null;
@@ -209,6 +221,7 @@ export class Device {
       storage: { persistent, full: false },
     });
     if (heads) this.#classifier = new Classifier(this.#features, heads.installed);
+    if (membership && !persistent) this.#keepStorage();
     if (membership && !replaced) await this.#connect();
     // A frozen page answers nothing: the broker publishes the will.
     document.addEventListener("freeze", () => this.#session?.connection.abandon());
@@ -216,6 +229,11 @@ export class Device {
     for (const target of [document, globalThis]) {
       for (const event of ["resume", "visibilitychange", "online", "pageshow"]) target.addEventListener(event, () => this.#wake());
     }
+  }
+
+  /** Ask the browser to keep the storage, without waiting: Firefox asks the person, who may not answer. */
+  #keepStorage() {
+    void navigator.storage?.persist().then((persistent) => this.#change({ storage: { ...this.#known.storage, persistent } }));
   }
 
   #wake() {

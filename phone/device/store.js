@@ -3,6 +3,7 @@
 
 const NAME = "protofleet";
 
+
 /** Object stores, with the key of a record. Digests are lower-case hex. */
 const STORES = {
   facts: "name", // single values, see `Facts`
@@ -45,7 +46,7 @@ const STORES = {
  * @property {number} sequence of the newest submission
  * @property {number} epoch of the last start
  * @property {boolean} replaced a copy of this device has started later
- * @property {boolean} wasPersistent the browser keeps the storage
+ * @property {Blob} test that files can be stored
  */
 /**
  * @typedef {object} InstalledHead

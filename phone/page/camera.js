@@ -8,7 +8,10 @@ const IDEAL = { width: { ideal: 1280 }, height: { ideal: 720 } };
 const JPEG_QUALITY = 0.92;
 
 /** @type {Record<string, Key>} */
-const REASONS = { NotAllowedError: "camera_denied", NotFoundError: "camera_missing", NotReadableError: "camera_busy" };
+const REASONS = {
+  NotAllowedError: "camera_denied", NotFoundError: "camera_missing", NotReadableError: "camera_busy",
+  OverconstrainedError: "camera_missing", // of WebKit, although nothing is required of the camera
+};
 
 /** @param {unknown} error @returns {{key: Key, reason: string}} why a camera could not be opened */
 export function cameraProblem(error) {

@@ -15,7 +15,8 @@ const ENGLISH = {
   // What the browser lacks
   secure: "This page needs https://, or the address localhost: a browser gives neither camera nor keys to a page without encryption. Ask the person who sent the link for an address with https://.",
   ed25519: "This browser cannot sign with Ed25519. Use a newer one: Chrome 137, Safari 17 or Firefox 129.",
-  storage: "This browser stores nothing for this page: leave the private window.",
+  storage: "This browser stores nothing for this page: leave the private window, and do not block cookies of this page.",
+  wasm: "This browser runs no WebAssembly, which the classifier needs. On an iPhone, turn Lockdown Mode off for this page.",
   canvas: "This browser changes the pixels of images to protect you from tracking, so they cannot be recognized. Allow this page to read image data, or use another browser.",
   other_tab: "protofleet is open in another tab. Close that tab, and this one continues.",
   no_start: "The page cannot start: {reason}",
@@ -162,7 +163,8 @@ const GERMAN = {
 
   secure: "Diese Seite braucht https:// oder die Adresse localhost: Ohne Verschlüsselung gibt der Browser weder Kamera noch Schlüssel frei. Frage nach einer Adresse mit https://.",
   ed25519: "Dieser Browser kann nicht mit Ed25519 signieren. Nötig ist ein neuerer: Chrome 137, Safari 17 oder Firefox 129.",
-  storage: "Dieser Browser speichert für diese Seite nichts: Verlasse das private Fenster.",
+  storage: "Dieser Browser speichert für diese Seite nichts: Verlasse das private Fenster und blockiere Cookies dieser Seite nicht.",
+  wasm: "Dieser Browser führt kein WebAssembly aus, das der Klassifikator braucht. Auf einem iPhone: Schalte den Blockierungsmodus für diese Seite aus.",
   canvas: "Dieser Browser verändert Bildpunkte als Schutz vor Verfolgung; so lassen sich Bilder nicht erkennen. Erlaube der Seite, Bilddaten zu lesen, oder nimm einen anderen Browser.",
   other_tab: "protofleet ist in einem anderen Tab offen. Schließe ihn, dann geht es hier weiter.",
   no_start: "Die Seite kann nicht starten: {reason}",

@@ -199,9 +199,12 @@ def test_one_tab_is_the_device(camera: "Browser", open_fleet: tuple[Fleet, str])
 
 def test_full_storage_loses_nothing(camera: "Browser", open_fleet: tuple[Fleet, str]) -> None:
     """An image that does not fit is not taken, and the page says so until there is room again."""
-    page = PhonePage(camera, open_fleet[1], service_workers="block")
+    address = open_fleet[1].partition("#")[0]
+    page = PhonePage(camera, f"{address}style.css", service_workers="block")
     session = page.context.new_cdp_session(page.page)
+    # Before the page stores anything: Chromium asks again for the quota only half a minute later.
     session.send("Storage.overrideQuotaForOrigin", {"origin": page.origin, "quotaSize": 300_000})
+    page.page.goto(open_fleet[1])
     page.join()
     page.teach("flower", until="The storage of this browser is full")
     before = images_of(page)
@@ -243,6 +246,40 @@ def test_files_are_taken_where_the_browser_keeps_them(
         page.get_by_role("button", name="Bild von temple").first.click()
         page.get_by_role("button", name="3 Bilder löschen").click()
         page.get_by_role("heading", name="temple, 1").wait_for()
+
+
+def test_page_does_not_wait_for_a_person_who_is_asked_to_keep_the_storage(
+    camera: "Browser", open_fleet: tuple[Fleet, str]
+) -> None:
+    """Firefox asks. The link is used up by then."""
+    page = PhonePage(camera, open_fleet[1])
+    asks = "StorageManager.prototype.persist = () => new Promise((answer) => (window.keep = answer))"
+    page.page.add_init_script(asks)
+    page.page.reload()
+    page.join()
+    page.wait_for_text("main", "This browser may delete this page's data")
+    page.page.evaluate("keep(true)")
+    page.page.get_by_label("Add image files").wait_for()
+    page.close()
+
+
+@pytest.mark.parametrize(
+    ("script", "text"),
+    [
+        ("Object.defineProperty(Navigator.prototype, 'storage', { value: undefined })", "Join the fleet"),
+        ("IDBObjectStore.prototype.put = () => { throw new DOMException('', 'UnknownError') }", "stores nothing"),
+        ("delete globalThis.WebAssembly", "runs no WebAssembly"),
+        ("OffscreenCanvasRenderingContext2D.prototype.getImageData = () => new ImageData(16, 16)", "the pixels"),
+    ],
+)  # fmt: skip
+def test_page_in_a_browser_that_lacks_something(
+    camera: "Browser", open_fleet: tuple[Fleet, str], script: str, text: str
+) -> None:
+    page = PhonePage(camera, open_fleet[1])
+    page.page.add_init_script(script)
+    page.page.reload()
+    page.wait_for_text("main", text)
+    page.close()
 
 
 def test_clock_of_another_year_is_explained(camera: "Browser", open_fleet: tuple[Fleet, str]) -> None:
