@@ -2,7 +2,8 @@
 
 importScripts("files.js");
 
-const PREFIX = "protofleet-";
+// Of this page: other fleets can be below other paths of the host. A path has no space.
+const PREFIX = `protofleet${new URL("..", self.location).pathname} `;
 const { version, files } = self.FILES;
 const CACHE = PREFIX + version;
 const ADDRESSES = new Set(files.map((file) => new URL(file, self.location).href));

@@ -105,7 +105,7 @@ def _join_page(static: Path | None) -> list[BaseRoute]:
     if static is None or folder is None:
         return [Route(path, _no_page) for path in (PATH, f"{PATH}/")]
     return [
-        Route(PATH, lambda _: RedirectResponse(f"{PATH}/")),
+        Route(PATH, lambda _: RedirectResponse("join/")),  # also below a path of a proxy
         Route(f"{PATH}/files.js", FileList(folder, static / "vendor").answer),
         Mount(f"{PATH}/vendor", JoinPage(directory=static / "vendor")),
         Mount(PATH, JoinPage(directory=folder, html=True)),

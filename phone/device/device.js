@@ -1,6 +1,7 @@
 // @ts-check
 /** A phone as a device of a fleet: what the page calls. `openDevice` opens it, and `device.state` shows it. */
 
+import { OWN_NAME } from "./address.js";
 import { Classifier } from "./classifier.js";
 import { Features } from "./features.js";
 import { enroll, JoinError, makeKey, readLink, requireName, unhex } from "./membership.js";
@@ -17,7 +18,7 @@ export { JoinError } from "./membership.js";
 export { StorageFull } from "./store.js";
 export { UnusableImage } from "../core/pixels.js";
 
-const LOCK = "protofleet-device";
+const LOCK = `${OWN_NAME}-device`;
 /** Milliseconds within which changes are shown together. */
 const SHOW_MS = 50;
 
@@ -119,9 +120,9 @@ export class Device {
     const before = await this.#store.fact("joining");
     const key = before?.link === text && before.name === device ? before.key : await makeKey();
     await this.#store.setFacts({ joining: { link: text, name: device, key } });
-    const { origin, fleet, secret } = link;
+    const { address, fleet, secret } = link;
     const known = secret ? await enroll({ ...link, secret }, device, key) : { key: unhex(link.key), number: 0, root: null };
-    const membership = { fleet, device, origin, isClosed: Boolean(secret) };
+    const membership = { fleet, device, address, isClosed: Boolean(secret) };
     const facts = Store.facts({ membership, key, trust: { ...NO_TRUST, ...known } });
     await this.#store.write({ facts }, { facts: ["joining"] });
     this.#change({ phase: "member", membership });

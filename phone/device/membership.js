@@ -7,7 +7,7 @@ import { hex, sha256, sign, verify } from "../wire/signatures.js";
 /** @typedef {{privateKey: CryptoKey, publicKey: Uint8Array}} Key */
 /**
  * @typedef {object} Link
- * @property {string} origin of the gateway
+ * @property {string} address of the aggregator's pages, such as `https://fleet.example`
  * @property {string} fleet
  * @property {string} key of the aggregator, 64 hex digits
  * @property {string} name proposed for the device; empty if there is none
@@ -52,8 +52,9 @@ export function readLink(text) {
     const fields = new URLSearchParams(url.hash.slice(1));
     secret = fields.has("secret") ? unbase64(String(fields.get("secret"))) : null;
     const [fleet, key, name] = ["fleet", "key", "name"].map((each) => fields.get(each) ?? "");
+    const path = /^(.*)\/join\/?$/.exec(url.pathname);
     const isValid = NAME.test(fleet) && KEY.test(key) && (!name || NAME.test(name)) && (!secret || secret.length === 16);
-    if (isValid && ["https:", "http:"].includes(url.protocol)) return { origin: url.origin, fleet, key, name, secret };
+    if (path && isValid && ["https:", "http:"].includes(url.protocol)) return { address: url.origin + path[1], fleet, key, name, secret };
   } catch {
     // Not a URL, or no base64.
   }
@@ -96,11 +97,11 @@ async function fetched(url, options) {
  * @returns {Promise<AggregatorKey>}
  * @throws {JoinError}
  */
-export async function enroll({ origin, fleet, key: aggregator, secret }, device, { publicKey }) {
+export async function enroll({ address, fleet, key: aggregator, secret }, device, { publicKey }) {
   const own = hex(publicKey);
   const proof = await proofOf(secret, `protofleet 1 join ${fleet} ${device} phone ${own}  ${aggregator}`);
   const id = hex((await sha256(secret)).subarray(0, 8));
-  const { answer, signature } = await fetched(`${origin}/join/enroll`, {
+  const { answer, signature } = await fetched(`${address}/join/enroll`, {
     method: "POST",
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify({ fleet, device, kind: "phone", key: own, id, proof: hex(proof) }),
@@ -121,15 +122,15 @@ export async function enroll({ origin, fleet, key: aggregator, secret }, device,
  * @param {Membership} membership
  * @param {Key} key
  */
-export async function gatewayUrl({ origin, fleet, device, isClosed }, key) {
+export async function gatewayUrl({ address, fleet, device, isClosed }, key) {
   const fields = new URLSearchParams({ fleet, device });
   if (isClosed) {
-    const { challenge } = await fetched(`${origin}/join/challenge`);
+    const { challenge } = await fetched(`${address}/join/challenge`);
     const signature = await sign(key.privateKey, encoder.encode(`protofleet 1 connect ${fleet} ${device} ${challenge}`));
     fields.set("challenge", String(challenge));
     fields.set("signature", hex(signature));
   }
-  return `${origin.replace(/^http/, "ws")}/join/mqtt?${fields}`;
+  return `${address.replace(/^http/, "ws")}/join/mqtt?${fields}`;
 }
 
 /** @param {string} name @throws {JoinError} */

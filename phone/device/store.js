@@ -1,8 +1,7 @@
 // @ts-check
 /** What a device keeps in IndexedDB. Whatever must change together is written in one transaction. */
 
-const NAME = "protofleet";
-
+import { OWN_NAME } from "./address.js";
 
 /** Object stores, with the key of a record. Digests are lower-case hex. */
 const STORES = {
@@ -31,7 +30,7 @@ const STORES = {
  * @typedef {object} Membership
  * @property {string} fleet
  * @property {string} device
- * @property {string} origin of the gateway, such as `https://fleet.example`
+ * @property {string} address of the aggregator's pages, such as `https://fleet.example`
  * @property {boolean} isClosed the fleet has enrolled the device's key
  */
 /**
@@ -83,7 +82,7 @@ export class Store {
   }
 
   static async open() {
-    const request = indexedDB.open(NAME, 1);
+    const request = indexedDB.open(OWN_NAME, 1);
     request.onupgradeneeded = () => {
       for (const [name, keyPath] of Object.entries(STORES)) request.result.createObjectStore(name, { keyPath });
     };
@@ -189,7 +188,7 @@ export class Store {
   /** Delete all that the device has stored. */
   async deleteAll() {
     this.database.close();
-    await answer(indexedDB.deleteDatabase(NAME));
+    await answer(indexedDB.deleteDatabase(OWN_NAME));
   }
 
   /** @param {StoreName} name */

@@ -1,6 +1,7 @@
 // @ts-check
 /** The first screen: a link to a fleet, and a name for this phone. */
 
+import { ADDRESS } from "../device/address.js";
 import { JoinError, readLink } from "../device/membership.js";
 import { html, useState } from "../vendor/standalone.module.js";
 import { Notice } from "./notices.js";
@@ -39,14 +40,14 @@ export function Join({ device }) {
   const [isBusy, setBusy] = useState(false);
   const found = linkOf(link);
   const name = found?.name || own;
-  const isElsewhere = found && found.origin !== location.origin;
-  const buttonText = isElsewhere ? t("join_elsewhere", { host: new URL(found.origin).host }) : t(isBusy ? "joining" : "join_button");
+  const isElsewhere = found && found.address !== ADDRESS;
+  const buttonText = isElsewhere ? t("join_elsewhere", { host: new URL(found.address).host }) : t(isBusy ? "joining" : "join_button");
 
   /** @param {Event} event */
   async function join(event) {
     event.preventDefault();
     if (!found) return setProblem(t("join_link"));
-    if (found.origin !== location.origin) return location.assign(link);
+    if (isElsewhere) return location.assign(link);
     setBusy(true);
     setProblem("");
     try {

@@ -124,4 +124,4 @@ def test_address_without_https_shows_why_not(client: Client) -> None:
 
 def test_address_without_a_slash_leads_to_the_page(client: Client) -> None:
     answer = client.get("/join")
-    assert (answer.status, answer.headers["location"]) == (307, "/join/")
+    assert (answer.status, answer.headers["location"]) == (307, "join/")  # also below a path of a proxy
