@@ -98,7 +98,8 @@ def aggregator_status(state: Path) -> dict[str, Any]:
 
 def accepted_submissions(aggregator_log: str) -> list[tuple[str, int]]:
     """Return device and number of images of each submission that the aggregator has logged as accepted."""
-    found = re.findall(r"submission accepted device=(\S+) .*?images=(\d+)", aggregator_log)
+    # Python repeats a line that could not be written, in quotes, when it can be.
+    found = re.findall(r"(?<!')submission accepted device=(\S+) .*?images=(\d+)", aggregator_log)
     return [(device, int(images)) for device, images in found]
 
 
