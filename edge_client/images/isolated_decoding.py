@@ -22,7 +22,10 @@ from protocol.models.preprocessing import Preprocessing, preprocess
 SAMPLE = (1000, 2000, 3)
 """Random pixels of a JPEG: decoding may take ten times as long, about what 40 megapixels of a photograph take."""
 
-TOO_SLOW = "decoding takes more than {budget_s:.2g} s: save it with fewer pixels, or as a JPEG that is not progressive"
+TOO_SLOW = (
+    "decoding takes more than {budget_s:.2g} s of the processor, or {slot_s:.2g} s by the clock: save it with fewer "
+    "pixels, or as a JPEG that is not progressive"
+)
 
 
 class IsolatedDecoder(ForkedRuns):
@@ -43,7 +46,7 @@ class IsolatedDecoder(ForkedRuns):
         try:
             described, *pixels = unpacked(self.answer(image))
         except TimeoutError:
-            return Refusal(TOO_SLOW.format(budget_s=self._budget_s))
+            return Refusal(TOO_SLOW.format(budget_s=self._budget_s, slot_s=self.slot_s))
         except RuntimeError:
             return Refusal("its decoder crashes: save it anew")
         found = json.loads(str(described))
