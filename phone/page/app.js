@@ -19,21 +19,20 @@ import { installWorker, Update } from "./updates.js";
 const SCREENS = { teach: "teach", recognize: "answer", images: "images", privacy: "left" };
 const VIEWS = { teach: Teach, recognize: Recognize, images: Images, privacy: Privacy };
 
-const shownScreen = () => (location.hash.slice(1) in VIEWS ? location.hash.slice(1) : "teach");
-
 /** @param {{device: Device}} props */
 function App({ device }) {
   const { state } = device;
-  const [screen, setScreen] = useState(shownScreen);
+  const [hash, setHash] = useState(location.hash);
   useEffect(() => {
-    const change = () => setScreen(shownScreen());
+    const change = () => setHash(location.hash);
     window.addEventListener("hashchange", change);
     return () => window.removeEventListener("hashchange", change);
   }, []);
 
   if (state.phase === "other_tab") return html`<${Header} state=${null} /><main><${Notice} kind="warn" text=${t("other_tab")} /></main>`;
-  if (state.phase !== "member") return html`<${Header} state=${null} /><main><${Join} key=${location.hash} device=${device} /></main>`;
-  const View = VIEWS[/** @type {keyof typeof VIEWS} */ (screen)];
+  if (state.phase !== "member") return html`<${Header} state=${null} /><main><${Join} key=${hash} device=${device} /></main>`;
+  const screen = /** @type {keyof typeof VIEWS} */ (hash.slice(1) in VIEWS ? hash.slice(1) : "teach");
+  const View = VIEWS[screen];
   return html`<${Header} state=${state} />
     <main>
       <${Update} />

@@ -167,6 +167,8 @@ def test_link_that_is_not_whole_or_of_another_server(
     page.page.get_by_role("button", name="Continue at localhost").click()
     page.wait_for_text("h2", "Join the fleet default")
     assert page.page.url.startswith("http://localhost:")
+    page.page.evaluate("location.hash += '&name=phone-7'")  # another link is opened in the same tab
+    page.wait("document.querySelector('input[readonly]')?.value === 'phone-7'")
     page.close()
 
 
