@@ -27,7 +27,7 @@ SIZE = (320, 240)
 REPEATS = 10
 """Frames for which the camera shows one photograph: it plays 30 a second."""
 
-MOST_TAKEN = 100
+MOST_TAKEN = 300
 
 SCREEN = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
 
