@@ -83,6 +83,7 @@ def make_app(settings: HttpSettings, snapshots: Snapshots) -> Starlette:
         Route(f"{PATH}/enroll", partial(server.join, gateway), methods=["POST"]),
         Route(f"{PATH}/challenge", gateway.challenge),
         WebSocketRoute(f"{PATH}/mqtt", gateway.connect),
+        Route(f"{PATH}/mqtt", gateway.no_websocket),
     ]
     routes.append(Route("/api/{path:path}", _unknown, methods=["GET", "POST"]))
     folder = page_folder()

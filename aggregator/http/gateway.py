@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from aggregator.http.access import is_loopback_host
+from aggregator.http.access import is_loopback_host, problem
 from aggregator.http.challenges import Challenges
 from aggregator.http.pipe import CHUNK_BYTES, ENDED, Closed, pipe
 from aggregator.http.settings import HttpSettings
@@ -85,6 +85,14 @@ class Gateway:
 
     async def challenge(self, _request: Request) -> JSONResponse:
         return JSONResponse({"challenge": self._challenges.make()})
+
+    async def no_websocket(self, request: Request) -> JSONResponse:
+        """Answer a request that a proxy has not passed on as a WebSocket."""
+        if "sec-websocket-key" in request.headers:
+            event(
+                log, logging.WARNING, "phone refused", reason="the proxy must pass on Upgrade and Connection"
+            )
+        return problem(426, "expected a WebSocket")
 
     def may_try(self, client: str) -> bool:
         """Return False for an address that asks too often."""

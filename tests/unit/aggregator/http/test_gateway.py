@@ -102,6 +102,13 @@ def test_missing_broker_is_a_reason(store: Store, address: BrokerAddress) -> Non
     assert (code, reason) == (4502, "the aggregator cannot reach the broker: see its log")
 
 
+def test_proxy_that_passes_on_no_websocket_is_logged(store: Store, capfd: pytest.CaptureFixture[str]) -> None:
+    with serving(store.folder) as (client, _):
+        assert client.get("/join/mqtt").status == 426
+        assert client.get("/join/mqtt", Sec_WebSocket_Key="A" * 22 + "==").status == 426
+    assert capfd.readouterr().err.count("the proxy must pass on Upgrade and Connection") == 1
+
+
 def test_hostile_handshakes_are_refused(store: Store, address: BrokerAddress) -> None:
     """By HTTP, or by a close frame; the server answers others afterwards."""
     common = (
