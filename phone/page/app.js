@@ -31,7 +31,7 @@ function App({ device }) {
 
   if (state.phase === "other_tab") return html`<${Header} state=${null} /><main><${Notice} kind="warn" text=${t("other_tab")} /></main>`;
   if (state.phase !== "member") return html`<${Header} state=${null} /><main><${Join} key=${hash} device=${device} /></main>`;
-  const screen = /** @type {keyof typeof VIEWS} */ (hash.slice(1) in VIEWS ? hash.slice(1) : "teach");
+  const screen = /** @type {keyof typeof VIEWS} */ (Object.hasOwn(VIEWS, hash.slice(1)) ? hash.slice(1) : "teach");
   const View = VIEWS[screen];
   return html`<${Header} state=${state} />
     <main>
