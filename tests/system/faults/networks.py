@@ -89,7 +89,7 @@ def full_queue(fleet: FaultyFleet) -> int:
         return fleet.device_log.frames_up() - fleet.aggregator_log.frames_up()
 
     # The broker has room for fifteen of them.
-    fleet.wait_until("lost frames", lambda: difference() >= 22)
+    fleet.wait_until("lost frames", lambda: difference() >= 30)
     fleet.settle()
     return difference()
 
