@@ -17,7 +17,7 @@ from protocol.mqtt.client import ConnectionOptions
 from protocol.mqtt.own_presence import OwnPresence
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAddress
 from protocol.wire.arrays import to_unsigned
-from protocol.wire.codec import decode, digest_of, encode
+from protocol.wire.codec import decode, digest_of, encode, message_kind
 from protocol.wire.messages import (
     MAX_FRAME_BYTES,
     MAX_MANIFEST_BYTES,
@@ -28,13 +28,14 @@ from protocol.wire.messages import (
     HeadManifest,
     Message,
     Presence,
+    PrivacyRecord,
     Receipt,
     Submission,
     TaskManifest,
 )
 from protocol.wire.presence import Reaction
 from protocol.wire.quantization import prototype_fields
-from protocol.wire.signing import open_manifest, sign_frame
+from protocol.wire.signing import open_manifest, sign_frame, sign_record
 from protocol.wire.topics import RETAINED, DeviceChannel, device_topic, fleet_topic
 from protocol.wire.transfer import frames_of
 
@@ -155,6 +156,8 @@ class SimulatedDevice:
                 yield self._seen_outbox()
             case "head":
                 yield decode(_body(payload, self._fleet, "head"), HeadManifest, max_bytes=MAX_MANIFEST_BYTES)
+            case "own ack" if message_kind(payload) == "privacy_record":
+                yield events.RecordAdopted(is_complete=True)
             case "own ack":
                 yield decode(payload, Receipt, max_bytes=MAX_FRAME_BYTES)
             case "own blk":
@@ -184,7 +187,7 @@ class SimulatedDevice:
         for action in actions:
             self._perform(action)
 
-    def _perform(self, action: events.Action) -> None:  # noqa: C901 - one case per action
+    def _perform(self, action: events.Action) -> None:  # noqa: C901, PLR0912 - one case per action
         match action:
             case events.BuildSubmission(task=task, manifest=manifest, above=above):
                 payload = submission_of(self.name, task, len(manifest.classes), sequence=above + 1)
@@ -202,6 +205,9 @@ class SimulatedDevice:
                 if done == blob.size_bytes:
                     is_valid = self._hashes.pop(blob.digest).digest() == blob.digest
                     self._step(events.DownloadFinished(blob.digest, is_valid))
+            case events.SendRecord():
+                topic = self._topic("get")
+                self._send("get", sign_record(PrivacyRecord(releases=()), key=self._key, topic=topic))
             case events.SendFrames(item=item, ranges=ranges):
                 for frame in frames_of(self._outbox[item.digest][1], digest=item.digest, ranges=ranges):
                     self.frames += 1
