@@ -18,7 +18,7 @@ MAX_CONNECTIONS = MAX_PHONES + 256
 """Open connections, beyond which requests are answered with 503."""
 
 DESCRIPTORS = MAX_CONNECTIONS + MAX_PHONES + 128
-"""Connections, those of phones to the broker, and files."""
+"""HTTP connections, the gateway's connections to the broker, and files."""
 
 
 class TimedConnection(H11Protocol):

@@ -33,6 +33,7 @@ KEEP_ALIVE_S = 15.0
 """Seconds without a change after which a watching browser receives something nevertheless."""
 
 INDEX_HEADER_BYTES = 48
+"""Of the WAL-index, SQLite's file `-shm` (sqlite.org/walformat.html)."""
 
 _COMPRESSION = 1
 """Of gzip: a fourth of the size in a tenth of the time of its best."""

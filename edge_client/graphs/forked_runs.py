@@ -4,8 +4,8 @@ The program is loaded once and forks for each run. It reads neither requests nor
 own to the device program. So all runs begin alike, also those after one that failed or was killed: another start of the
 program would have other addresses, and a graph can compute with those.
 
-Every run has the same budget of time, which comes from images that are nobody's. One that needs more is ended: the time
-of all runs together has a bound that no image moves, and no image takes the time of another one.
+Every run has the same budget of time, which is measured on random pixels. A run that needs more is ended: the time of
+all runs together has a bound that no image moves, and no image takes the time of another one.
 """
 
 import contextlib
@@ -97,7 +97,7 @@ class ForkedRuns:
             raise StateError(f"the process that handles images cannot be started: {error}") from error
 
     def set_budget(self, sample: Any, options: Any = UNLIMITED) -> None:
-        """Set the time that a run may take by the time of runs on a sample; the errors are those of `answer`."""
+        """Set the time that a run may take by the time of runs on a sample; raises what `answer` raises."""
         self._budget_s, used = None, []
         for _ in range(SAMPLES):
             self.answer(sample, options)

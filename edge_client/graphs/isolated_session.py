@@ -24,7 +24,7 @@ class IsolatedSession(ForkedRuns):
     def run(
         self, names: Sequence[str], feeds: Mapping[str, NDArray[Any]], options: Any
     ) -> list[NDArray[Any]]:
-        """Return the named outputs, as `InferenceSession.run` does; errors and options are those of `answer`."""
+        """Return the named outputs, as `InferenceSession.run` does; options and errors as for `answer`."""
         return unpacked(self.answer((list(names), dict(feeds)), options))
 
 

@@ -204,7 +204,7 @@ class DeviceBench:
     """A running device of the fleet `f` with the name `device`; `settings` change those of `make_settings`."""
 
     named: tuple[Released, ...] | None = ()
-    """The releases that the aggregator names beside those of the device; None for no answer."""
+    """The releases that the aggregator names and the device may lack; None for no answer."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.settings = make_settings(folder, broker=BrokerAddress("localhost", 1883), **settings)

@@ -80,7 +80,7 @@ def unannounced_packet_limit(fleet: FaultyFleet) -> int:
     options="max_queued_messages 10\nmax_inflight_messages 5\nmax_packet_size 32000",
 )
 def full_queue(fleet: FaultyFleet) -> int:
-    """The aggregator's link is slower than those of all devices: the broker acknowledges, and drops."""
+    """The aggregator's link is slower than all devices' links together: the broker acknowledges, and drops."""
     fleet.net.up = Faults(bytes_per_s=150_000)
     fleet.aggregator_net.down = Faults(bytes_per_s=15_000)
     fleet.run()

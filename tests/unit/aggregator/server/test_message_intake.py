@@ -322,7 +322,7 @@ def test_record_of_private_releases_never_shrinks(store: Store) -> None:
 
 
 def test_record_of_another_key_is_refused(store: Store) -> None:
-    """It would spend a device's budget. A device that has lost its key is told what it has spent."""
+    """It would spend a device's budget. The answer to a device that has lost its key names what it has spent."""
     bench, own = Bench(store), Released(2.0, 1, 3)
     assert bench.answer(_upload(_numbered("a", 1), "a")).status == "received"
     for record in (_record("a", own), _record("a", Released(0.5, 1, 1), key="b"), _record("a", own)):
